@@ -1,0 +1,1 @@
+"""The objectives as pure tensor functions: no Megatron, no engine, no process groups."""

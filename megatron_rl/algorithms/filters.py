@@ -1,0 +1,12 @@
+"""Which groups are trained on (dynamic sampling)."""
+
+from collections.abc import Sequence
+
+
+def keep_group(accuracies: Sequence[float]) -> bool:
+    """Whether a group teaches something: 0 < correct < G (DAPO, eq. 11), on the unshaped outcomes.
+
+    Args:
+        accuracies: the graded outcomes of one group; 1 is right, an ungraded response is left out.
+    """
+    return len(accuracies) > 1 and min(accuracies) < max(accuracies)

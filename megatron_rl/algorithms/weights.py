@@ -1,0 +1,50 @@
+"""Normalisations as data: the weight of each token, computed once per optimizer step before anything is split.
+
+The objective is `sum_t w_t l_t`, a plain sum, so it does not depend on micro-batches, their order, DP, CP or PP.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Normalisation = Literal["sequence_mean", "token_mean_group", "token_mean_batch", "constant"]
+
+
+def loss_weights(lengths: Tensor, group_ids: Tensor, *, mode: Normalisation, budget: int | None = None) -> Tensor:
+    """Weight of each token of each response.
+
+    N counts the responses with trained tokens, Q the groups that hold one. A response without trained tokens has
+    weight 0 and counts in no N, Q or sum.
+
+    Args:
+        lengths: trained tokens of each response of the optimizer step, `[responses]`.
+        group_ids: `[responses]`, integers.
+        mode: `sequence_mean` 1/(N len_i) (GRPO); `token_mean_group` 1/(Q · tokens of the group) (DAPO eq. 8);
+            `token_mean_batch` 1/tokens of the step (DAPO as most code has it); `constant` 1/(N budget) (Dr. GRPO).
+        budget: the generation budget L of `constant`, in tokens; never the padded length.
+
+    Returns:
+        `[responses]`, float64.
+
+    Raises:
+        ValueError: unknown mode, or `constant` without a budget.
+    """
+    lengths = lengths.double()
+    trained = lengths > 0
+    responses = trained.sum().clamp(min=1)
+    if mode == "sequence_mean":
+        weights = 1 / (responses * lengths)
+    elif mode == "token_mean_group":
+        groups, index = group_ids.unique(return_inverse=True)
+        tokens = torch.zeros(len(groups), dtype=torch.float64).index_add_(0, index, lengths)
+        weights = 1 / ((tokens > 0).sum() * tokens[index])
+    elif mode == "token_mean_batch":
+        weights = (1 / lengths.sum()).expand(len(lengths))
+    elif mode == "constant":
+        if budget is None or budget < 1:
+            raise ValueError(f"mode 'constant' needs budget, the longest response in tokens, got {budget}")
+        weights = (1 / (responses * float(budget))).expand(len(lengths))
+    else:
+        raise ValueError(f"unknown normalisation {mode!r}")
+    return torch.where(trained, weights, 0.0)

@@ -1,0 +1,84 @@
+"""The command line. Commands import what they need when they run, so that help and mistakes answer at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_rl.errors import UserError
+
+BAD_INPUT, STOPPED = 2, 75
+"""Exit codes: bad input; asked to stop and to be started again (EX_TEMPFAIL)."""
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+Recipe = Annotated[Path, typer.Argument(help="A YAML recipe, such as launch/recipes/demo_arithmetic.yaml.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key.sub=value ...", metavar="[KEY.SUB=VALUE]...")]
+
+
+@app.command()
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the resolved configuration and stop.")] = False,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Start this many local processes; under torchrun leave it alone.")
+    ] = 1,
+) -> None:
+    """Train a model as the recipe says, or go on with a run that was interrupted."""
+    from megatron_rl.config_files import dump_config, load_config
+
+    config = load_config(recipe, overrides or [])
+    if show:
+        typer.echo(dump_config(config), nl=False)
+    elif processes > 1:
+        from megatron_rl.local_launch import launch_local
+        from megatron_rl.training.hf_config import read_model_spec
+        from megatron_rl.training.setup import check_layout
+
+        check_layout(config, read_model_spec(config.model.path).shape, processes)
+        raise typer.Exit(launch_local(processes, ["train", str(recipe), *(overrides or [])]))
+    else:
+        from megatron_rl.train import train as run_training
+
+        raise typer.Exit(0 if run_training(config) else STOPPED)
+
+
+@app.command()
+def demo(
+    overrides: Overrides = None,
+    layout: Annotated[str, typer.Option(help="Layout of the trainer on 2 processes: tp2, pp2 or dp2.")] = "tp2",
+    seed: Annotated[int, typer.Option(min=0, help="Of the base model and of the run.")] = 0,
+    directory: Annotated[Path, typer.Option(help="Everything is made below it.")] = Path("runs/demo"),
+    recipe: Annotated[Path, typer.Option(help="The recipe.")] = Path("launch/recipes/demo_arithmetic.yaml"),
+) -> None:
+    """Make a tiny model, train it by reinforcement learning on this machine's CPU, and show what changed."""
+    from megatron_rl.demo.run import run_demo
+
+    raise typer.Exit(run_demo(recipe, directory, layout, seed, overrides or []))
+
+
+@app.command()
+def docs() -> None:
+    """Print every option with its type, default and meaning, as Markdown (docs/config.md)."""
+    from megatron_rl.config_files import describe_options
+
+    typer.echo(describe_options(), nl=False)
+
+
+def main() -> None:
+    """Entry point: a mistake of the user is one line and exit code 2."""
+    sys.path.insert(0, os.getcwd())  # functions that a recipe names may lie beside it
+    try:
+        app()
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(BAD_INPUT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""Every option: typed, frozen, documented by the text under it. `train --help` and docs/config.md read these texts."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from megatron_rl.algorithms.weights import Normalisation
+
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """A frozen group of options; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """The model that is trained."""
+
+    path: Path
+    """Hugging Face directory: config.json, *.safetensors, tokenizer.json. The architecture is read from it."""
+
+
+class DataConfig(Section):
+    """Prompts."""
+
+    train: Path
+    """JSONL file, one object a line: `prompt` (a string, or a list of chat messages), `answer`, any other keys."""
+
+    eval: Path | None = None
+    """JSONL file of held-out prompts; none: no evaluation."""
+
+    chat_template: bool = False
+    """Render prompts with the tokenizer's chat template; otherwise the text is tokenised as it stands."""
+
+    max_prompt_tokens: Positive = 2048
+    """Longest prompt, in tokens."""
+
+    overlong_prompts: Literal["skip", "refuse"] = "skip"
+    """What happens to longer ones: skipped and counted, or the run is refused with their line numbers."""
+
+
+class RewardConfig(Section):
+    """How answers are graded. A grader says how right an answer is, from 0 (wrong) to 1 (right)."""
+
+    grader: str = "after_marker"
+    """`after_marker`: what follows the only `marker` of a finished response equals `answer`; or
+    `package.module:function`, called as `function(prompt, text, finished)`."""
+
+    marker: str = "#"
+    """For `after_marker`: for example `####` (GSM8K) or `Answer:` (DAPO)."""
+
+    wrong: float = 0.0
+    """Reward of a wrong answer. The DAPO preset sets −1."""
+
+    right: float = 1.0
+    """Reward of a right answer."""
+
+
+class RolloutConfig(Section):
+    """How responses are sampled."""
+
+    engine: Literal["embedded"] = "embedded"
+    """`embedded`: a batched PyTorch sampler inside each rank."""
+
+    tensor_parallel_size: Positive = 1
+    """Ranks that share one engine. The embedded engine runs on one."""
+
+    prompts_per_step: Positive = 512
+    """Groups in the training batch of a step."""
+
+    responses_per_prompt: Positive = 16
+    """Size of a group."""
+
+    max_response_tokens: Positive = 20480
+    """Generation budget L: longest response, in tokens."""
+
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the logits, in engine and trainer alike."""
+
+    max_rounds: Positive = 10
+    """With dynamic sampling: how many times further prompts may be drawn for one step."""
+
+    max_concurrent: Positive = 512
+    """Responses that the embedded engine samples at once."""
+
+
+class SoftOverlongConfig(Section):
+    """Soft overlong punishment (DAPO, eq. 13)."""
+
+    buffer: Positive = 4096
+    """Last tokens of `rollout.max_response_tokens` over which the penalty grows from 0 to −1."""
+
+
+class AlgorithmConfig(Section):
+    """The objective. A preset sets values of these switches and nothing else; what you set yourself wins."""
+
+    preset: Literal["grpo", "dapo", "dr_grpo", "rloo"] = "dapo"
+    """`grpo` (Shao et al., 2024), `dapo` (Yu et al., 2025), `dr_grpo` (Liu et al., 2025) or `rloo` (Ahmadian et al.,
+    2024)."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """`grpo` (r − mean)/std, `dr_grpo` r − mean, `rloo` r − mean of the others in the group."""
+
+    std_ddof: Literal[0, 1] = 1
+    """1: the variance is divided by n − 1 (verl, TRL, OpenRLHF); 0: by n (Megatron-LM)."""
+
+    std_eps: Annotated[float, Field(ge=0)] = 1e-6
+    """Added to the standard deviation."""
+
+    normalisation: Normalisation = "sequence_mean"
+    """Weight of a token: `sequence_mean` 1/(N len), `token_mean_group` 1/(Q · tokens of its group),
+    `token_mean_batch` 1/tokens, `constant` 1/(N · rollout.max_response_tokens)."""
+
+    loss: str = "ppo_clip"
+    """Per-token loss: `ppo_clip`, or `package.module:function` (`LossInputs` to `LossOutput`, see
+    megatron_rl/algorithms/losses.py)."""
+
+    loss_kwargs: dict[str, float | None] = {}
+    """Keyword arguments of the loss: for `ppo_clip` clip_low, clip_high, dual_clip."""
+
+    dynamic_sampling: bool = False
+    """Train only on groups with 0 < correct < G, and draw prompts until the batch is full."""
+
+    soft_overlong: SoftOverlongConfig | None = None
+    """Penalise the last tokens before the budget; `null`: off."""
+
+    mask_truncated: bool = False
+    """Responses that were cut off at the budget keep their part in the group's statistics and are not trained on."""
+
+    updates_per_rollout: Positive = 1
+    """Optimizer steps per rollout step; the batch is cut at group boundaries."""
+
+    old_logprobs: Literal["trainer", "rollout"] = "trainer"
+    """Denominator of the ratio: recomputed by the trainer before the first update, or as the engine reported them."""
+
+
+class TrainerConfig(Section):
+    """Megatron-core: layout, precision, optimizer."""
+
+    tensor_parallel_size: Positive = 1
+    """Megatron TP."""
+
+    pipeline_parallel_size: Positive = 1
+    """Megatron PP. What TP × PP leaves of the world size is data parallel."""
+
+    sequence_parallel: bool = False
+    """Split norms and residuals over TP along the sequence; needs TP > 1."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of parameters and activations; gradients and optimizer state are float32."""
+
+    micro_batch_size: Positive = 1
+    """Responses in a forward pass."""
+
+    distributed_optimizer: bool = True
+    """Shard the optimizer state over data-parallel ranks."""
+
+    lr: Annotated[float, Field(ge=0)] = 1e-6
+    """Peak learning rate, constant after the warm-up."""
+
+    lr_warmup_steps: NotNegative = 0
+    """Linear warm-up, in optimizer steps (not rollout steps, not micro-batches)."""
+
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decoupled weight decay."""
+
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW."""
+
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """AdamW."""
+
+    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW."""
+
+    clip_grad: Annotated[float, Field(ge=0)] = 1.0
+    """Largest global norm of the gradient; 0: no clipping."""
+
+
+class EvaluationConfig(Section):
+    """Held-out accuracy: avg@k on `data.eval`, before the first step, every so often, and after the last."""
+
+    every: Positive | None = None
+    """Rollout steps between evaluations; `null`: only before and after."""
+
+    samples_per_prompt: Positive = 16
+    """k of avg@k."""
+
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature."""
+
+
+class CheckpointConfig(Section):
+    """What a run leaves to be resumed from."""
+
+    every: Positive | None = None
+    """Rollout steps between checkpoints; one is always written at the end and when the run is asked to stop."""
+
+    keep: Positive = 2
+    """How many of the newest stay. An older one goes only when the new one is complete."""
+
+    export_hf: bool = True
+    """Write the trained model as a Hugging Face directory at the end."""
+
+
+class TelemetryConfig(Section):
+    """Where figures go, beside metrics.jsonl."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events."""
+
+    samples_per_step: NotNegative = 16
+    """Groups of each step that are saved with their texts under `samples/`."""
+
+
+class Config(Section):
+    """A run."""
+
+    run_dir: Path
+    """Everything the run leaves is written here. A directory with checkpoints of the same run is resumed."""
+
+    seed: int = 0
+    """Seeds the order of prompts and every sampled response."""
+
+    steps: Positive
+    """Rollout steps."""
+
+    collective_timeout_s: Positive = 1800
+    """How long a rank waits for the others before the run is given up."""
+
+    model: ModelConfig
+    data: DataConfig
+    rewards: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "Config":
+        """Refuse combinations that can't work, with what to do instead."""
+        trainer, rollout, algorithm = self.trainer, self.rollout, self.algorithm
+        if trainer.sequence_parallel and trainer.tensor_parallel_size == 1:
+            raise ValueError("trainer.sequence_parallel needs trainer.tensor_parallel_size > 1; set it to false")
+        if rollout.engine == "embedded" and rollout.tensor_parallel_size != 1:
+            raise ValueError("rollout.tensor_parallel_size: the embedded engine runs on one rank; set it to 1")
+        if algorithm.soft_overlong and algorithm.soft_overlong.buffer > rollout.max_response_tokens:
+            raise ValueError(
+                f"algorithm.soft_overlong.buffer ({algorithm.soft_overlong.buffer}) is longer than "
+                f"rollout.max_response_tokens ({rollout.max_response_tokens}); lower it or set soft_overlong to null"
+            )
+        if rollout.responses_per_prompt == 1:
+            raise ValueError(
+                "rollout.responses_per_prompt: a group of one has no advantage (it is its own mean); set 2 or more"
+            )
+        if rollout.prompts_per_step < algorithm.updates_per_rollout:
+            raise ValueError(
+                f"algorithm.updates_per_rollout ({algorithm.updates_per_rollout}) needs at least as many groups: "
+                f"rollout.prompts_per_step is {rollout.prompts_per_step}"
+            )
+        return self

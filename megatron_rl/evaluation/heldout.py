@@ -1,0 +1,24 @@
+"""avg@k: the share of right answers among k samples to each held-out prompt."""
+
+from collections.abc import Sequence
+
+from megatron_rl.config import Config
+from megatron_rl.rollout.collector import EVALUATION_STREAM, sampling_metrics
+from megatron_rl.rollout.engine import Sampling
+from megatron_rl.rollout.sampler import Draw, GroupSampler
+from megatron_rl.telemetry.metrics import MeanMetrics
+from megatron_rl.types import Prompt
+
+
+def evaluate(sampler: GroupSampler, prompts: Sequence[Prompt], config: Config) -> MeanMetrics:
+    """Sample and grade every prompt. A collective.
+
+    The seeds do not depend on the step, so two evaluations of the same weights are the same.
+
+    Returns:
+        `eval/accuracy` (avg@k), `eval/length`, `eval/length_right`, `eval/length_wrong`, ...
+    """
+    draws = [Draw(place=(EVALUATION_STREAM, 0, row), prompt=prompt) for row, prompt in enumerate(prompts)]
+    sampling = Sampling(max_tokens=config.rollout.max_response_tokens, temperature=config.evaluation.temperature)
+    groups = sampler.sample(draws, responses=config.evaluation.samples_per_prompt, sampling=sampling)
+    return sampling_metrics(groups, "eval")

@@ -1,0 +1,1 @@
+"""One table of names and shards, and the ways weights move by it."""

@@ -1,0 +1,1 @@
+"""Graders: how right an answer is."""

@@ -1,0 +1,1 @@
+"""Engines that sample, and what is made of their samples."""

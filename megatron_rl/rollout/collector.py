@@ -1,0 +1,102 @@
+"""From prompts to the groups of a training batch: dynamic sampling, in prompt order."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_rl.algorithms.filters import keep_group
+from megatron_rl.config import Config
+from megatron_rl.data.stream import PromptStream
+from megatron_rl.rollout.engine import Sampling
+from megatron_rl.rollout.sampler import Draw, GroupSampler
+from megatron_rl.telemetry.metrics import MeanMetrics
+from megatron_rl.types import Group
+
+log = logging.getLogger(__name__)
+TRAINING_STREAM, EVALUATION_STREAM = 0, 1
+"""First number of a draw's place: training and evaluation never share seeds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """What a rollout step gives."""
+
+    groups: tuple[Group, ...]
+    """The training batch, in prompt order; fewer than asked for when the rounds ran out."""
+
+    sampled: tuple[Group, ...]
+    """All groups that were sampled for it, those left out too."""
+
+    metrics: MeanMetrics
+
+
+class Collector:
+    """Draws prompts until a batch is full of groups that teach something."""
+
+    def __init__(self, sampler: GroupSampler, stream: PromptStream, config: Config) -> None:
+        self.sampler, self.stream, self.config = sampler, stream, config
+
+    def collect(self, step: int) -> Rollout:
+        """The groups of rollout step `step`. A collective; the same on every rank.
+
+        With `algorithm.dynamic_sampling` groups that are all right or all wrong are left out and further prompts drawn,
+        at most `rollout.max_rounds` times. Kept groups beyond the batch are counted as surplus.
+        """
+        rollout, dynamic = self.config.rollout, self.config.algorithm.dynamic_sampling
+        sampling = Sampling(max_tokens=rollout.max_response_tokens, temperature=rollout.temperature)
+        sampled: list[Group] = []
+        kept: list[Group] = []
+        rounds = 0
+        while len(kept) < rollout.prompts_per_step and rounds < (rollout.max_rounds if dynamic else 1):
+            count = self._next_draws(len(kept), len(sampled))
+            draws = [
+                Draw(place=(TRAINING_STREAM, step, position), prompt=prompt)
+                for position, prompt in self.stream.draw(count)
+            ]
+            groups = self.sampler.sample(draws, responses=rollout.responses_per_prompt, sampling=sampling)
+            sampled += groups
+            kept += [group for group in groups if not dynamic or keep_group(group.graded_scores)]
+            rounds += 1
+        batch = kept[: rollout.prompts_per_step]
+        if len(batch) < rollout.prompts_per_step:
+            log.warning(
+                "step %d: %d of %d groups after %d rounds; training on these (rollout.max_rounds)",
+                step, len(batch), rollout.prompts_per_step, rounds,
+            )  # fmt: skip
+        metrics = sampling_metrics(sampled)
+        metrics.add("rollout/rounds", rounds)
+        metrics.add("rollout/groups_kept", len(batch))
+        metrics.add("rollout/groups_surplus", len(kept) - len(batch))
+        return Rollout(groups=tuple(batch), sampled=tuple(sampled), metrics=metrics)
+
+    def _next_draws(self, kept: int, sampled: int) -> int:
+        """How many prompts should fill the batch, by the share that was kept so far; never more than a batch."""
+        wanted = self.config.rollout.prompts_per_step
+        if not sampled:
+            return wanted
+        return min(wanted, math.ceil((wanted - kept) * sampled / max(kept, 1)))
+
+
+def sampling_metrics(groups: Sequence[Group], prefix: str = "rollout") -> MeanMetrics:
+    """Accuracy, lengths and counts of sampled groups, as (sum, weight)."""
+    metrics = MeanMetrics()
+    for group in groups:
+        scores = group.graded_scores
+        mixed = keep_group(scores)
+        metrics.add(f"{prefix}/mixed_groups", mixed)
+        metrics.add(f"{prefix}/all_right_groups", not mixed and bool(scores) and scores[0] >= 0.5)
+        for answer in group.responses:
+            length = len(answer.response.ids)
+            metrics.add(f"{prefix}/length", length)
+            metrics.add(f"{prefix}/truncated", answer.response.finish_reason == "length")
+            metrics.add(f"{prefix}/ungraded", math.isnan(answer.score))
+            if not math.isnan(answer.score):
+                metrics.add(f"{prefix}/accuracy", answer.score)
+                metrics.add(f"{prefix}/length_{'right' if answer.score >= 0.5 else 'wrong'}", length)
+    lengths = [len(answer.response.ids) for group in groups for answer in group.responses]
+    metrics.add(f"{prefix}/samples", len(lengths))
+    metrics.add(f"{prefix}/tokens", sum(lengths))
+    return metrics

@@ -1,0 +1,64 @@
+"""What the loop asks of a rollout engine. Token ids in, token ids out."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from megatron_rl.types import Response
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt and the seeds of the responses that are wanted of it."""
+
+    prompt_ids: tuple[int, ...]
+    seeds: tuple[int, ...]
+    """One for each response; its length is the number of responses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. Log-probs are those of the distribution at `temperature`, also when greedy."""
+
+    max_tokens: int
+    """Longest response, in tokens."""
+
+    temperature: float = 1.0
+    greedy: bool = False
+    """Take the most likely token instead of drawing."""
+
+
+class Engine(Protocol):
+    """A rollout engine, seen from the rank that leads it.
+
+    Between `wake` and the end of `update_weights` its parameters are undefined: nothing may be generated.
+    """
+
+    def start(self) -> None:
+        """Become able to take weights. Raises RuntimeError with the reason if it can't."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, int, Response]]:
+        """Sample; yields (request number, sample number, response) as responses complete, in any order."""
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights by whole tensors in HF names, and forget every key and value of the old ones."""
+
+    def sleep(self) -> None:
+        """Give back the memory of weights and cache. Again does nothing."""
+
+    def wake(self) -> None:
+        """Take memory for the weights again; they are undefined until updated. Again does nothing."""
+
+    def health(self) -> bool:
+        """Whether it can generate now."""
+
+    def stop(self) -> None:
+        """End it. Again does nothing."""
+
+
+def response_seed(*path: int) -> int:
+    """The 64-bit seed of one response, from its place in the run: (run seed, stream, step, draw, sample)."""
+    return int(np.random.SeedSequence(path).generate_state(1, np.uint64)[0])

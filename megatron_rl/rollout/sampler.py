@@ -1,0 +1,71 @@
+"""Graded groups for a list of prompts, sampled by all engines together; the same list on every rank."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.rewards.graders import Grader
+from megatron_rl.rollout.engine import Engine, Request, Sampling, response_seed
+from megatron_rl.types import Graded, Group, Prompt, Response
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """A prompt to be sampled, and its place in the run, which seeds its responses."""
+
+    place: tuple[int, ...]
+    prompt: Prompt
+
+
+class GroupSampler:
+    """Divides prompts over the engines, grades what they answer, and brings the groups to every rank in their order."""
+
+    def __init__(self, engine: Engine, grader: Grader, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+        self.engine, self.grader, self.tokenizer, self.seed = engine, grader, tokenizer, seed
+
+    def sample(self, draws: Sequence[Draw], *, responses: int, sampling: Sampling) -> list[Group]:
+        """One group for each draw, in the order of `draws`. A collective over all ranks.
+
+        Args:
+            draws: the same on every rank; this rank's engine takes every `world size`-th.
+            responses: size of a group.
+            sampling: how tokens are drawn.
+        """
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        mine = self._groups(draws[rank::ranks], responses, sampling)
+        shares: list[list[Group]] = [[] for _ in range(ranks)]
+        dist.all_gather_object(shares, mine)
+        return [shares[number % ranks][number // ranks] for number in range(len(draws))]
+
+    def _groups(self, draws: Sequence[Draw], responses: int, sampling: Sampling) -> list[Group]:
+        requests = [
+            Request(
+                prompt_ids=draw.prompt.ids,
+                seeds=tuple(response_seed(self.seed, *draw.place, sample) for sample in range(responses)),
+            )
+            for draw in draws
+        ]
+        answers: list[list[Graded | None]] = [[None] * responses for _ in draws]
+        for number, sample, response in self.engine.generate(requests, sampling):
+            answers[number][sample] = self._grade(draws[number].prompt, response)
+        return [
+            Group(prompt=draw.prompt, responses=tuple(answer for answer in of_draw if answer is not None))
+            for draw, of_draw in zip(draws, answers, strict=True)
+        ]
+
+    def _grade(self, prompt: Prompt, response: Response) -> Graded:
+        text = self.tokenizer.decode(response.ids, skip_special_tokens=True)
+        try:
+            score = float(self.grader(prompt, text, response.finish_reason == "stop"))
+        except Exception as error:  # a user's function; its failure is an ungraded answer, not the end of the run
+            log.warning("grader failed on prompt %d: %r; the answer counts as ungraded", prompt.index, error)
+            score = math.nan
+        return Graded(response=response, text=text, score=score)

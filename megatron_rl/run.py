@@ -1,0 +1,178 @@
+"""What a run is made of, how it starts, is resumed, stops, and what it writes down."""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType, TracebackType
+
+import torch.distributed as dist
+
+from megatron_rl.config import Config
+from megatron_rl.config_files import dump_config
+from megatron_rl.data.prompts import load_prompts, load_tokenizer
+from megatron_rl.data.stream import PromptStream
+from megatron_rl.phases import Phases
+from megatron_rl.resharding.hf_files import write_hf
+from megatron_rl.rewards.graders import load_grader
+from megatron_rl.rollout.collector import Collector, Rollout
+from megatron_rl.rollout.embedded import EmbeddedEngine
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.sampler import GroupSampler
+from megatron_rl.telemetry.metrics import MeanMetrics
+from megatron_rl.telemetry.progress import Progress
+from megatron_rl.telemetry.writer import RunWriter
+from megatron_rl.training import setup
+from megatron_rl.training.checkpoint import (
+    RunState,
+    latest_checkpoint,
+    load_checkpoint,
+    read_run_state,
+    save_checkpoint,
+)
+from megatron_rl.training.hf_config import read_model_spec
+from megatron_rl.training.model import DTYPES
+from megatron_rl.training.trainer import Trainer
+
+
+class Run:
+    """The parts of a run on this rank. A context: what it started it ends."""
+
+    def __init__(self, config: Config) -> None:
+        """Check everything that can be checked, then start the process group, the engine and the trainer.
+
+        Raises:
+            UserError: bad input; nothing was written.
+        """
+        self.config = config
+        begun = time.perf_counter()
+        spec = read_model_spec(config.model.path)
+        setup.check_layout(config, spec.shape, setup.world_size())
+        tokenizer = load_tokenizer(config.model.path)
+        data = load_prompts(config.data.train, tokenizer, config.data)
+        self.data_fingerprint = data.fingerprint
+        self.heldout = load_prompts(config.data.eval, tokenizer, config.data).prompts if config.data.eval else ()
+        grader = load_grader(config.rewards)
+        vocabulary = min(len(tokenizer), spec.shape.vocab)
+        self.step = 0
+
+        setup.start(config)
+        self.leader = dist.get_rank() == 0
+        self.progress = Progress(config.steps, quiet=not self.leader)
+        if data.skipped:
+            self.progress.say(f"{config.data.train}: {data.skipped} prompts over data.max_prompt_tokens were skipped")
+        # On a GPU the engine takes its memory first; the trainer fits into what is left.
+        self.engine: Engine = EmbeddedEngine(
+            config.model.path,
+            eos_token_ids=spec.eos_token_ids or frozenset({tokenizer.eos_token_id}),
+            vocabulary=vocabulary,
+            dtype=DTYPES[config.trainer.dtype],
+            max_concurrent=config.rollout.max_concurrent,
+        )
+        self.engine.start()
+        self.phases = Phases(self.engine)
+        self.trainer = Trainer(config, spec, vocabulary)
+        self.sampler = GroupSampler(self.engine, grader, tokenizer, config.seed)
+        self.stream = PromptStream(data.prompts, config.seed)
+        self.collector = Collector(self.sampler, self.stream, config)
+        self.writer: RunWriter | None = None
+        self._stop_asked = False
+        self._saved_step = 0
+        self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+        self.progress.say(f"started {dist.get_world_size()} ranks in {time.perf_counter() - begun:.1f}s")
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.signal(signal.SIGTERM, self._old_handler)
+        self.engine.stop()
+        if self.writer:
+            self.writer.close()
+        if error is None:
+            setup.stop()  # a collective: others may never come to it after an error
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint of the run directory, if there is one, and open the run's files."""
+        newest = latest_checkpoint(self.config)
+        if newest is not None:
+            state = read_run_state(newest, self.config, self.data_fingerprint)
+            load_checkpoint(newest, self.trainer, state)
+            self.step = self._saved_step = state.step
+            self.stream.position = state.prompts_drawn
+            self.progress.say(f"going on after step {self.step}, from {newest}")
+        if self.leader:
+            self.config.run_dir.mkdir(parents=True, exist_ok=True)
+            (self.config.run_dir / "config.yaml").write_text(dump_config(self.config))
+            self.writer = RunWriter(self.config, self.step)
+
+    def asked_to_stop(self) -> bool:
+        """Rank 0's decision, at the boundary between two steps; if it is to stop, the step is saved. A collective."""
+        decision = [self._stop_asked]
+        dist.broadcast_object_list(decision, src=0)
+        if decision[0]:
+            self.progress.say(f"asked to stop: saving after step {self.step}")
+            self.save()
+        return decision[0]
+
+    def finish_step(self, step: int, rollout: Rollout, metrics: MeanMetrics) -> None:
+        """Count the step as done and write down what happened in it."""
+        self.step = step
+        for phase, seconds in self.phases.take_seconds().items():
+            metrics.add(f"seconds/{phase}", seconds)
+        if self.writer:
+            values = metrics.values()
+            self.writer.log(step, values)
+            self.writer.samples(step, rollout.sampled)
+            self.progress.step(step, values)
+
+    def log_evaluation(self, metrics: MeanMetrics) -> None:
+        """Write down an evaluation of the current weights."""
+        metrics.add("seconds/evaluation", sum(self.phases.take_seconds().values()))
+        if self.writer:
+            self.writer.log(self.step, metrics.values())
+            self.progress.evaluation(self.step, metrics.values())
+
+    def evaluation_due(self) -> bool:
+        """After the last step, and every `evaluation.every`."""
+        every = self.config.evaluation.every
+        return self.step == self.config.steps or (every is not None and self.step % every == 0)
+
+    def checkpoint_due(self) -> bool:
+        """After the last step, and every `checkpoint.every`."""
+        every = self.config.checkpoint.every
+        return self.step == self.config.steps or (every is not None and self.step % every == 0)
+
+    def save(self) -> None:
+        """Write a checkpoint of the last finished step, unless it is there already. A collective."""
+        if self.step == self._saved_step:
+            return
+        begun = time.perf_counter()
+        state = RunState(
+            step=self.step,
+            updates=self.trainer.updates_done,
+            prompts_drawn=self.stream.position,
+            seed=self.config.seed,
+            data_fingerprint=self.data_fingerprint,
+        )
+        path = save_checkpoint(self.config, self.trainer, state)
+        self._saved_step = self.step
+        self.progress.say(f"saved {path} in {time.perf_counter() - begun:.1f}s")
+
+    def export(self) -> None:
+        """Write the trained model as a Hugging Face directory. A collective."""
+        if not self.config.checkpoint.export_hf:
+            return
+        target = self.config.run_dir / "hf"
+        weights = self.trainer.hf_weights()
+        if self.leader:
+            write_hf(target, self.config.model.path, weights)
+        else:
+            for _ in weights:
+                continue
+        self.progress.say(f"exported {target}")
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self._stop_asked = True

@@ -1,0 +1,94 @@
+"""What a run leaves to be read: metrics.jsonl, TensorBoard events, samples. Written by rank 0 only."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from megatron_rl.config import Config
+from megatron_rl.types import Graded, Group
+
+
+class RunWriter:
+    """Appends to the files of a run directory; going on from step `step` drops what was written after it."""
+
+    def __init__(self, config: Config, step: int) -> None:
+        self.config, directory = config, config.run_dir
+        self.metrics_path = directory / "metrics.jsonl"
+        self.samples_dir = directory / "samples"
+        self.samples_dir.mkdir(parents=True, exist_ok=True)
+        kept = [row for row in read_metrics(self.metrics_path) if row["step"] <= step] if step else []
+        _replace(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
+        for file in self.samples_dir.glob("step_*.jsonl"):
+            if not step or int(file.stem.removeprefix("step_")) > step:
+                file.unlink()
+        self._file = self.metrics_path.open("a")
+        self._board = None
+        if config.telemetry.tensorboard:
+            self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line of metrics.jsonl; values that are not finite are written as null."""
+        row = {"step": step, **{k: v if math.isfinite(v) else None for k, v in metrics.items()}}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        if self._board:
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, step)
+            self._board.flush()
+
+    def samples(self, step: int, groups: Sequence[Group]) -> None:
+        """The responses of the first groups of a step, one JSON object for each."""
+        rows = [
+            _sample_row(group, number, answer)
+            for group in groups[: self.config.telemetry.samples_per_step]
+            for number, answer in enumerate(group.responses)
+        ]
+        _replace(self.samples_dir / f"step_{step:06d}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+    def close(self) -> None:
+        """Close the files."""
+        self._file.close()
+        if self._board:
+            self._board.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; a last line that was cut off by a crash is left out."""
+    rows = []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                break
+    return rows
+
+
+def _sample_row(group: Group, number: int, answer: Graded) -> dict[str, Any]:
+    return {
+        "prompt_index": group.prompt.index,
+        "sample": number,
+        "prompt": group.prompt.text,
+        "response": answer.text,
+        "answer": group.prompt.answer,
+        "score": None if math.isnan(answer.score) else answer.score,
+        "finish_reason": answer.response.finish_reason,
+        "tokens": len(answer.response.ids),
+        "weight_version": answer.response.weight_version,
+        "ids": answer.response.ids,
+        "logprobs": [round(x, 6) for x in answer.response.logprobs],
+    }
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that a reader, or a crash, never sees half of it."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    os.replace(partial, path)

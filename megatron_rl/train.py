@@ -1,0 +1,58 @@
+"""The main job, one step after another. Every rank runs this."""
+
+from __future__ import annotations
+
+from megatron_rl.config import Config
+from megatron_rl.evaluation.heldout import evaluate
+from megatron_rl.run import Run
+from megatron_rl.training.batch import make_batch
+
+
+def train(config: Config) -> bool:
+    """Run (or go on with) the job that `config` describes.
+
+    Returns:
+        Whether all steps are done; False when it was asked to stop and should be started again.
+    """
+    with Run(config) as run:
+        run.resume()
+        sync_weights(run)
+        if run.step == 0:
+            evaluate_heldout(run)
+
+        while run.step < config.steps and not run.asked_to_stop():
+            step = run.step + 1
+
+            with run.phases.enter("rollout"):  # prompts → responses → rewards → groups kept
+                rollout = run.collector.collect(step)
+            metrics = rollout.metrics
+
+            if rollout.groups:
+                batch = make_batch(rollout.groups, config)  # advantages, loss weights, optimizer steps
+                metrics.merge(batch.metrics)
+                with run.phases.enter("train"):  # micro-batches → log-probs → loss → optimizer
+                    metrics.merge(run.trainer.train(batch))
+                sync_weights(run)
+
+            run.finish_step(step, rollout, metrics)
+            if run.evaluation_due():
+                evaluate_heldout(run)
+            if run.checkpoint_due():
+                run.save()
+
+        if run.step == config.steps:
+            run.export()
+        return run.step == config.steps
+
+
+def sync_weights(run: Run) -> None:
+    """Trainer's layout → engines' layout."""
+    with run.phases.enter("sync"):
+        run.engine.update_weights(run.trainer.hf_weights(), version=run.step)
+
+
+def evaluate_heldout(run: Run) -> None:
+    """avg@k of the current weights, if there are held-out prompts."""
+    if run.heldout:
+        with run.phases.enter("rollout"):
+            run.log_evaluation(evaluate(run.sampler, run.heldout, run.config))

@@ -1,0 +1,89 @@
+"""Megatron's optimizer, and three faults of its pairing with torch's AdamW (no Apex, no Transformer Engine) mended.
+
+The distributed optimizer was written for fused Adams that keep one step count for all parameters. torch's AdamW keeps
+a tensor `step` for each, makes its state lazily, and so: saving before the first step asserts, loading raises
+KeyError('step'), and after a load all parameters silently share *one* `step` tensor, which then counts as many steps
+as there are parameters.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_rl.config import TrainerConfig
+from megatron_rl.training.model import DTYPES
+
+
+def build_optimizer(trainer: TrainerConfig, models: list[DistributedDataParallel]) -> MegatronOptimizer:
+    """AdamW with decoupled weight decay (none on biases and norms, as Megatron does) and gradient clipping."""
+    dtype = DTYPES[trainer.dtype]
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=trainer.lr,
+        weight_decay=trainer.weight_decay,
+        adam_beta1=trainer.adam_beta1,
+        adam_beta2=trainer.adam_beta2,
+        adam_eps=trainer.adam_eps,
+        clip_grad=trainer.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=trainer.distributed_optimizer,
+    )
+    return get_megatron_optimizer(config, models)
+
+
+def learning_rate(trainer: TrainerConfig, updates_done: int) -> float:
+    """Learning rate of the next optimizer step: linear warm-up over `lr_warmup_steps` of them, then constant."""
+    return trainer.lr * min(1.0, (updates_done + 1) / max(1, trainer.lr_warmup_steps))
+
+
+def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
+    """For the next optimizer step."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def make_adam_state(optimizer: MegatronOptimizer) -> None:
+    """Make torch AdamW's state now rather than in its first step: what is to be saved or loaded must exist."""
+    for part in _parts(optimizer):
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = part.optimizer.state[parameter]
+                if not state and isinstance(part.optimizer, torch.optim.AdamW):
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+    """Megatron's `load_state_dict`, and each parameter's step count a tensor of its own again."""
+    for part in _parts(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            _keep_step(part)
+    optimizer.load_state_dict(state)
+    for part in _parts(optimizer):
+        for of_parameter in part.optimizer.state.values():
+            if "step" in of_parameter:
+                of_parameter["step"] = of_parameter["step"].clone()
+
+
+def _keep_step(optimizer: DistributedOptimizer) -> None:
+    """Let the loader, which copies every entry of a parameter's state, find the `step` that is there already."""
+    original = optimizer._set_main_param_and_optimizer_states
+
+    def set_states(parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = optimizer.model_param_group_index_map[parameter]
+        state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][order]]
+        original(parameter, {**{key: state[key] for key in ("step",) if key in state}, **tensors})
+
+    optimizer._set_main_param_and_optimizer_states = set_states
+
+
+def _parts(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
+    """The optimizers that Megatron chained, without those that have nothing to do."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return (part for part in parts if not getattr(part, "is_stub_optimizer", False))

@@ -1,0 +1,88 @@
+"""Process groups and Megatron's parallel state; the one place that knows which megatron-core is installed."""
+
+import datetime
+import inspect
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config import Config
+from megatron_rl.errors import UserError
+from megatron_rl.resharding.names import Shape
+from megatron_rl.training import cpu
+
+
+def world_size() -> int:
+    """Processes that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_layout(config: Config, shape: Shape, world_size: int) -> None:
+    """Refuse a layout that doesn't divide the model or the world, before anything is started.
+
+    Raises:
+        UserError: naming the sizes and what to change.
+    """
+    trainer = config.trainer
+    tp, pp = trainer.tensor_parallel_size, trainer.pipeline_parallel_size
+    shape.check_tensor_parallel(tp)
+    if shape.layers % pp:
+        raise UserError(
+            f"trainer.pipeline_parallel_size: {pp} does not divide num_hidden_layers ({shape.layers}) of the model"
+        )
+    if world_size % (tp * pp):
+        raise UserError(
+            f"trainer: TP {tp} × PP {pp} does not divide the number of processes ({world_size}); start a multiple of "
+            f"{tp * pp} (torchrun --nproc-per-node, or megatron-rl train --processes)"
+        )
+    data_parallel = world_size // (tp * pp)
+    groups_per_update = config.rollout.prompts_per_step // config.algorithm.updates_per_rollout
+    if groups_per_update * config.rollout.responses_per_prompt < data_parallel:
+        raise UserError(
+            f"rollout.prompts_per_step: {groups_per_update} groups an update can't feed {data_parallel} ranks (DP)"
+        )
+
+
+def start(config: Config) -> None:
+    """Join the process group that torchrun describes (or a world of one) and set up Megatron's parallel state."""
+    warnings.filterwarnings("ignore", module=r"megatron\..*")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    cpu.install()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    if cpu.has_cuda():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    timeout = datetime.timedelta(seconds=config.collective_timeout_s)
+    if dist.is_torchelastic_launched():
+        dist.init_process_group(cpu.backend(), timeout=timeout)
+    else:
+        dist.init_process_group(cpu.backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.trainer.tensor_parallel_size,
+        pipeline_model_parallel_size=config.trainer.pipeline_parallel_size,
+        distributed_timeout_minutes=max(1, config.collective_timeout_s // 60),
+    )
+    model_parallel_cuda_manual_seed(config.seed + 1234)
+
+
+def stop() -> None:
+    """Leave the process groups."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def known_arguments(target: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Those of `arguments` that `target` of the installed megatron-core takes.
+
+    Only for arguments that switch something off which versions without them don't have.
+    """
+    parameters = inspect.signature(target).parameters
+    return {key: value for key, value in arguments.items() if key in parameters}

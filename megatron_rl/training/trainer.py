@@ -1,0 +1,176 @@
+"""The trainer: Megatron's model, gradients and optimizer behind three calls: `logprobs`, `train` and the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from megatron_rl.config import Config
+from megatron_rl.resharding.gather import gather_hf
+from megatron_rl.telemetry.metrics import MeanMetrics
+from megatron_rl.training import cpu
+from megatron_rl.training.batch import Share, share_of_rank
+from megatron_rl.training.hf_config import ModelSpec
+from megatron_rl.training.logprobs import token_logprobs
+from megatron_rl.training.model import build_model, load_hf_weights
+from megatron_rl.training.objective import load_loss, objective
+from megatron_rl.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from megatron_rl.types import MicroBatch, Sequence, TrainBatch
+
+
+class Trainer:
+    """This rank's part of the policy and its optimizer."""
+
+    def __init__(self, config: Config, spec: ModelSpec, vocabulary: int) -> None:
+        """Build the model and read its weights from `config.model.path`, each rank only its slices.
+
+        Args:
+            config: of the run.
+            spec: the architecture.
+            vocabulary: number of token ids that may be sampled; higher ids are outside the softmax.
+        """
+        self.config, self.spec, self.vocabulary = config, spec, vocabulary
+        self.model: GPTModel = build_model(spec, config.trainer)
+        load_hf_weights(self.model, spec.shape, config.model.path)
+        self.chunks = [_wrap(self.model, config.trainer.distributed_optimizer)]
+        self.optimizer = build_optimizer(config.trainer, self.chunks)
+        self.model.config.grad_scale_func = self.optimizer.scale_loss
+        self.model.config.finalize_model_grads_func = _finalize_sums
+        self.loss = load_loss(config.algorithm)
+        self.updates_done = 0
+
+    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The current weights as whole HF tensors; a collective (see `gather_hf`)."""
+        return gather_hf(self.model, self.spec.shape)
+
+    def train(self, batch: TrainBatch) -> MeanMetrics:
+        """The optimizer steps of one rollout step.
+
+        Raises:
+            FloatingPointError: the gradient is not finite; the run must stop before a checkpoint is written.
+        """
+        shares = [self._share(update) for update in batch.updates]
+        metrics = MeanMetrics()
+        olds = self._old_logprobs(shares)
+        for share, old in zip(shares, olds, strict=True):
+            lr = learning_rate(self.config.trainer, self.updates_done)
+            set_learning_rate(self.optimizer, lr)
+            metrics.merge(self.gradients(share, old))
+            _, norm, _ = self.optimizer.step()
+            if not math.isfinite(norm):
+                raise FloatingPointError(f"gradient norm is {norm} in optimizer step {self.updates_done + 1}")
+            self.updates_done += 1
+            metrics.add("train/grad_norm", float(norm))
+            metrics.add("train/lr", lr)
+        return metrics
+
+    def gradients(self, share: Share, old_logprobs: list[Tensor] | None = None) -> MeanMetrics:
+        """Forward and backward over one optimizer step; the gradient is left in the parameters' `main_grad`.
+
+        Args:
+            share: this rank's micro-batches.
+            old_logprobs: for each of them, `[batch, seq]`, on the last pipeline stage; None: the current ones.
+        """
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+        def loss_of(batch: MicroBatch, number: int, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            logprobs, entropies = self._logprobs(logits, batch)
+            old = old_logprobs[number] if old_logprobs else None
+            total, metrics = objective(self.loss, batch, logprobs, entropies, old)
+            return total, torch.zeros((), dtype=torch.int), metrics
+
+        metrics = MeanMetrics.reduced(self._run(share, loss_of, forward_only=False))
+        total, _ = metrics.pairs["loss/objective"]
+        metrics.pairs["loss/objective"] = (total, 1.0)  # a sum over the step, not a mean over micro-batches
+        return metrics
+
+    def logprobs(self, share: Share) -> list[Tensor]:
+        """Log-probabilities of the labels of each micro-batch, `[batch, seq]`; on the last pipeline stage, else []."""
+
+        def keep(batch: MicroBatch, number: int, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return logits.new_zeros(()), torch.zeros((), dtype=torch.int), self._logprobs(logits, batch)[0]
+
+        with torch.no_grad():
+            return self._run(share, keep, forward_only=True)
+
+    def _share(self, update: tuple[Sequence, ...]) -> Share:
+        trainer = self.config.trainer
+        share = share_of_rank(
+            update,
+            rank=mpu.get_data_parallel_rank(),
+            ranks=mpu.get_data_parallel_world_size(),
+            micro_batch_size=trainer.micro_batch_size,
+            multiple=trainer.tensor_parallel_size if trainer.sequence_parallel else 1,
+        )
+        return replace(share, micro_batches=tuple(_to_device(batch) for batch in share.micro_batches))
+
+    def _old_logprobs(self, shares: list[Share]) -> list[list[Tensor] | None]:
+        if self.config.algorithm.old_logprobs == "rollout":
+            return [[batch.rollout_logprobs for batch in share.micro_batches] for share in shares]
+        if len(shares) == 1:
+            return [None]  # nothing changes before the only update: its own log-probs serve
+        return [self.logprobs(share) for share in shares]
+
+    def _logprobs(self, logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        return token_logprobs(
+            logits,
+            batch.labels,
+            temperature=self.config.rollout.temperature,
+            vocabulary=self.vocabulary,
+            group=mpu.get_tensor_model_parallel_group(),
+        )
+
+    def _run(self, share: Share, loss_of: Callable[..., Any], *, forward_only: bool) -> list[Any]:
+        def step(batches: Iterator[tuple[int, MicroBatch]], model: torch.nn.Module) -> Any:
+            number, batch = next(batches)
+            positions = torch.arange(share.seq_length, device=batch.tokens.device).expand_as(batch.tokens)
+            return model(batch.tokens, positions, None), partial(loss_of, batch, number)
+
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(list(enumerate(share.micro_batches))),
+            model=self.chunks,
+            num_microbatches=len(share.micro_batches),
+            seq_length=share.seq_length,
+            micro_batch_size=len(share.micro_batches[0].tokens),
+            forward_only=forward_only,
+        )
+
+
+def _wrap(model: GPTModel, distributed_optimizer: bool) -> DistributedDataParallel:
+    """Data parallelism that sums gradients in fp32."""
+    inner = Float16Module(model.config, model) if model.config.bf16 else model
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        average_in_collective=False,  # the objective is a plain sum
+        use_distributed_optimizer=distributed_optimizer,
+        overlap_grad_reduce=False,
+    )
+    return DistributedDataParallel(model.config, config, inner)
+
+
+def _finalize_sums(models: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    """Megatron's reductions of the gradient, without its division by the number of tokens."""
+    finalize_model_grads(models, None, **kwargs)
+
+
+def _to_device(batch: MicroBatch) -> MicroBatch:
+    device = cpu.device()
+    return batch if device.type == "cpu" else MicroBatch(**{k: v.to(device) for k, v in vars(batch).items()})

@@ -1,0 +1,121 @@
+"""The nouns that travel: prompts, responses, groups, and the batch that is trained on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A prompt, rendered and tokenised once; its ids are all that engines and trainer ever see of it."""
+
+    index: int
+    """Its row in the data set."""
+
+    text: str
+    """As rendered."""
+
+    ids: tuple[int, ...]
+    """Token ids."""
+
+    answer: str
+    """What a right response says; its meaning is the grader's."""
+
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """All other keys of the row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Response:
+    """What an engine made of a prompt. Ids are kept as sampled; nothing is decoded and encoded again for training."""
+
+    ids: tuple[int, ...]
+    """Sampled token ids, with the end-of-sequence token where one was sampled."""
+
+    logprobs: tuple[float, ...]
+    """Log-probability of each of them when it was sampled."""
+
+    finish_reason: FinishReason
+    """`stop` (an end-of-sequence token was sampled), `length` (cut off at the budget), `abort`."""
+
+    weight_version: int
+    """Number of the weight update it was sampled with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graded:
+    """A response with its grade."""
+
+    response: Response
+    text: str
+    """Decoded, without special tokens: for graders and people."""
+
+    score: float
+    """How right, from 0 to 1, unshaped; NaN: ungraded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """All responses to one prompt of one step."""
+
+    prompt: Prompt
+    responses: tuple[Graded, ...]
+
+    @property
+    def accuracy(self) -> float:
+        """Mean score of the graded responses, NaN where none is graded."""
+        scores = self.graded_scores
+        return sum(scores) / len(scores) if scores else float("nan")
+
+    @property
+    def graded_scores(self) -> list[float]:
+        """Scores without the ungraded."""
+        return [g.score for g in self.responses if g.score == g.score]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequence:
+    """One response as the trainer sees it."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    rollout_logprobs: tuple[float, ...]
+    advantage: float
+    weight: float
+    """Weight of each of its tokens in the objective; 0: not trained on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBatch:
+    """What one rollout step trains on: `updates[k]` holds the sequences of its k-th optimizer step."""
+
+    updates: tuple[tuple[Sequence, ...], ...]
+    metrics: Mapping[str, tuple[float, float]]
+    """(sum, weight) pairs about the groups, before training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Right-padded tensors of one forward pass. Position t predicts token t + 1."""
+
+    tokens: Tensor
+    """int64 `[batch, seq]`."""
+
+    labels: Tensor
+    """int64 `[batch, seq]`: the next token."""
+
+    mask: Tensor
+    """bool `[batch, seq]`: the label is a response token with a weight."""
+
+    weights: Tensor
+    """float32 `[batch, seq]`: w_t of the objective, 0 outside the mask."""
+
+    advantages: Tensor
+    """float32 `[batch, seq]`."""
+
+    rollout_logprobs: Tensor
+    """float32 `[batch, seq]`, 0 outside responses."""
