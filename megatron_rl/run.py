@@ -74,7 +74,7 @@ class Run:
         self.trainer = Trainer(config, spec, vocabulary)
         self.sampler = GroupSampler(self.engine, grader, tokenizer, config.seed)
         self.stream = PromptStream(data.prompts, config.seed)
-        self.collector = Collector(self.sampler, self.stream, config)
+        self.collector = Collector(self.sampler, self.stream, config, self.progress.say)
         self.writer: RunWriter | None = None
         self._stop_asked = False
         self._saved_step = 0

@@ -55,4 +55,5 @@ def evaluate_heldout(run: Run) -> None:
     """avg@k of the current weights, if there are held-out prompts."""
     if run.heldout:
         with run.phases.enter("rollout"):
-            run.log_evaluation(evaluate(run.sampler, run.heldout, run.config))
+            metrics = evaluate(run.sampler, run.heldout, run.config)
+        run.log_evaluation(metrics)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.algorithms.filters import keep_group
@@ -15,7 +14,6 @@ from megatron_rl.rollout.sampler import Draw, GroupSampler
 from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.types import Group
 
-log = logging.getLogger(__name__)
 TRAINING_STREAM, EVALUATION_STREAM = 0, 1
 """First number of a draw's place: training and evaluation never share seeds."""
 
@@ -36,8 +34,11 @@ class Rollout:
 class Collector:
     """Draws prompts until a batch is full of groups that teach something."""
 
-    def __init__(self, sampler: GroupSampler, stream: PromptStream, config: Config) -> None:
-        self.sampler, self.stream, self.config = sampler, stream, config
+    def __init__(
+        self, sampler: GroupSampler, stream: PromptStream, config: Config, warn: Callable[[str], None]
+    ) -> None:
+        """Collect from `stream`; `warn` is told, on every rank, when a batch stays short."""
+        self.sampler, self.stream, self.config, self.warn = sampler, stream, config, warn
 
     def collect(self, step: int) -> Rollout:
         """The groups of rollout step `step`. A collective; the same on every rank.
@@ -62,10 +63,10 @@ class Collector:
             rounds += 1
         batch = kept[: rollout.prompts_per_step]
         if len(batch) < rollout.prompts_per_step:
-            log.warning(
-                "step %d: %d of %d groups after %d rounds; training on these (rollout.max_rounds)",
-                step, len(batch), rollout.prompts_per_step, rounds,
-            )  # fmt: skip
+            self.warn(
+                f"step {step}: {len(batch)} of {rollout.prompts_per_step} groups kept in {rounds} rounds of sampling; "
+                "training on these"
+            )
         metrics = sampling_metrics(sampled)
         metrics.add("rollout/rounds", rounds)
         metrics.add("rollout/groups_kept", len(batch))

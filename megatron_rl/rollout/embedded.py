@@ -193,7 +193,7 @@ class _Batch:
             input_ids=tokens,
             attention_mask=self.mask,
             position_ids=positions,
-            past_key_values=self.cache,
+            cache=self.cache,
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]

@@ -46,5 +46,6 @@ class Progress:
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """One evaluation."""
-        figures = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items())
-        self.say(f"eval at step {step}:  {figures}")
+        keys = ("accuracy", "length_right", "length_wrong", "truncated")
+        figures = "  ".join(f"{key} {metrics['eval/' + key]:.3f}" for key in keys if "eval/" + key in metrics)
+        self.say(f"held-out, after step {step}:  {figures}  |  {metrics['seconds/evaluation']:.2f}s")

@@ -15,7 +15,7 @@ from megatron.core import parallel_state as mpu
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
-from megatron_rl.training.optimizer import load_optimizer_state, make_adam_state
+from megatron_rl.training.optimizer import load_optimizer_state, sharded_optimizer_state
 from megatron_rl.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,6 @@ def save_checkpoint(config: Config, trainer: Trainer, state: RunState) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    make_adam_state(trainer.optimizer)
     dist_checkpointing.save(
         _sharded_state(trainer, loading=False),
         str(partial),
@@ -100,7 +99,6 @@ def read_run_state(directory: Path, config: Config, data_fingerprint: str) -> Ru
 
 def load_checkpoint(directory: Path, trainer: Trainer, state: RunState) -> None:
     """Put weights and optimizer of a checkpoint into the trainer, from any layout. A collective."""
-    make_adam_state(trainer.optimizer)
     loaded = dist_checkpointing.load(_sharded_state(trainer, loading=True), str(directory))
     trainer.model.load_state_dict(loaded["model"])
     load_optimizer_state(trainer.optimizer, loaded["optimizer"])
@@ -109,7 +107,7 @@ def load_checkpoint(directory: Path, trainer: Trainer, state: RunState) -> None:
 
 def _sharded_state(trainer: Trainer, *, loading: bool) -> dict[str, Any]:
     model = trainer.model.sharded_state_dict(metadata=_metadata())
-    optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=loading, metadata=_metadata())
+    optimizer = sharded_optimizer_state(trainer.optimizer, model, _metadata(), loading=loading)
     return {"model": model, "optimizer": optimizer}
 
 

@@ -1,12 +1,17 @@
-"""Megatron's optimizer, and three faults of its pairing with torch's AdamW (no Apex, no Transformer Engine) mended.
+"""Megatron's optimizer, and what goes wrong when its state is saved and loaded (0.16.1 and 0.19.2), mended.
 
-The distributed optimizer was written for fused Adams that keep one step count for all parameters. torch's AdamW keeps
-a tensor `step` for each, makes its state lazily, and so: saving before the first step asserts, loading raises
-KeyError('step'), and after a load all parameters silently share *one* `step` tensor, which then counts as many steps
-as there are parameters.
+The distributed optimizer was written for fused Adams that keep one step count for all parameters. torch's AdamW (used
+without Apex and Transformer Engine) keeps a tensor `step` for each and makes its state lazily, and so: saving before
+the first step asserts, loading raises KeyError('step'), and after a load all parameters silently share *one* `step`
+tensor, which then counts as many steps as there are parameters.
+
+With any Adam, when a gradient buffer has several buckets whose sizes are not multiples of 128 and of the data-parallel
+size (a tied embedding under PP has a bucket of its own), the saved state is cut at the wrong places: Megatron joins the
+buckets without their padding and looks parameters up with it. Weights and moments come back shifted, silently.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,6 +62,34 @@ def make_adam_state(optimizer: MegatronOptimizer) -> None:
                     state["step"] = torch.tensor(0.0)
                     state["exp_avg"] = torch.zeros_like(parameter)
                     state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+def sharded_optimizer_state(
+    optimizer: MegatronOptimizer, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool
+) -> dict[str, Any]:
+    """Megatron's `sharded_state_dict`, with every parameter found where it lies."""
+    make_adam_state(optimizer)
+    with _places_without_padding(optimizer):
+        return optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
+
+
+@contextmanager
+def _places_without_padding(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Let each gradient buffer say where parameters lie when its buckets are joined without their padding."""
+    buffers = [buffer for part in _parts(optimizer) for buffer in getattr(part, "buffers", [])]
+    with_padding = [buffer.param_index_map for buffer in buffers]
+    for buffer in buffers:
+        padding = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]
+        before = [sum(padding[:number]) for number in range(len(padding))]
+        buffer.param_index_map = {
+            parameter: (start - before[bucket], end - before[bucket], bucket)
+            for parameter, (start, end, bucket) in buffer.param_index_map.items()
+        }
+    try:
+        yield
+    finally:
+        for buffer, places in zip(buffers, with_padding, strict=True):
+            buffer.param_index_map = places
 
 
 def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:

@@ -1,0 +1,144 @@
+"""Every layout against one process and against transformers, with real process groups."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.tiny import write_model
+from tests.distributed.worker import LAYOUTS
+
+PROCESSES = {"single": 1, "tp2": 2, "tp2_sp": 2, "pp2": 2, "tp2_pp2": 4, "dp2": 2}
+KINDS = ("untied", "tied")
+Launch = Callable[[str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="session")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """Launches a layout the first time it is asked for; gives what each rank saved."""
+    directory = tmp_path_factory.mktemp("layouts")
+    done: dict[str, list[dict[str, Any]]] = {}
+    for kind in KINDS:
+        write_model(directory / kind, tied=kind == "tied")
+
+    def launch(layout: str) -> list[dict[str, Any]]:
+        if layout != "single" and "single" not in done:
+            launch("single")
+        if layout not in done:
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(PROCESSES[layout])]
+            command = [
+                *torchrun,
+                "--rdzv-backend",
+                "c10d",
+                "--rdzv-endpoint",
+                "127.0.0.1:0",
+                "-m",
+                "tests.distributed.worker",
+                layout,
+                str(directory),
+            ]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+            assert ended.returncode == 0, ended.stderr[-4000:]
+            done[layout] = [
+                torch.load(directory / layout / f"rank_{rank}.pt", weights_only=False)
+                for rank in range(PROCESSES[layout])
+            ]
+            for rank in done[layout]:
+                rank["models"] = {kind: directory / kind for kind in KINDS}
+        return done[layout]
+
+    return launch
+
+
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@each_kind
+@each_layout
+def test_logits_equal_transformers(launched: Launch, layout: str, kind: str) -> None:
+    gaps = [rank[kind]["logits_gap"] for rank in launched(layout)]
+    on_last_stage = [gap for gap in gaps if gap is not None]
+    assert on_last_stage
+    assert max(on_last_stage) < 1e-5
+
+
+@each_kind
+@each_layout
+def test_weights_go_to_megatron_and_back_bit_by_bit(launched: Launch, layout: str, kind: str) -> None:
+    for rank in launched(layout):
+        original = load_file(rank["models"][kind] / "model.safetensors")
+        returned = rank[kind]["round_trip"]
+        assert set(returned) == set(original)
+        for name, tensor in original.items():
+            assert torch.equal(returned[name], tensor), name
+
+
+@each_kind
+@each_layout
+def test_gradients_equal_one_process(launched: Launch, layout: str, kind: str) -> None:
+    reference = launched("single")[0][kind]["gradients"]
+    for rank in launched(layout):
+        gradients = rank[kind]["gradients"]
+        assert relative_gap(gradients, reference) < 2e-6
+        assert all(tensor.abs().max() > 0 for name, tensor in gradients.items() if not name.endswith("k_proj.bias"))
+
+
+@each_kind
+@each_layout
+def test_metrics_equal_one_process_on_every_rank(launched: Launch, layout: str, kind: str) -> None:
+    reference = launched("single")[0][kind]["gradient_metrics"]
+    for rank in launched(layout):
+        assert rank[kind]["gradient_metrics"] == pytest.approx(reference, rel=1e-5, abs=1e-6)
+
+
+@each_kind
+@each_layout
+def test_after_every_update_the_engine_equals_the_trainer(launched: Launch, layout: str, kind: str) -> None:
+    ranks = launched(layout)
+    for version in range(3):
+        rounds = [rank[kind]["engine"][version] for rank in ranks]
+        gaps = [round_["logprob_gap"] for round_ in rounds if round_["logprob_gap"] is not None]
+        assert gaps
+        assert max(gaps) < 1e-5
+        assert all(round_["greedy"] for round_ in rounds)
+        assert all(round_["version"] == {version} for round_ in rounds)
+        assert all(round_["grad_norm"] > 1e-3 for round_ in rounds)  # so the next round has other weights
+
+
+@each_kind
+@each_layout
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_resumed_trainer_goes_on_as_if_it_never_stopped(
+    launched: Launch, layout: str, kind: str, sharded: bool
+) -> None:
+    for rank in launched(layout):
+        assert rank[kind]["resume"][sharded] == {"loaded": 0.0, "continued": 0.0}
+
+
+@each_kind
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "single"])
+def test_another_layout_resumes_a_checkpoint(launched: Launch, layout: str, kind: str) -> None:
+    reference = launched("tp2")[0][kind]["from_single"]
+    for rank in launched(layout):
+        for name, tensor in rank[kind]["from_single"].items():
+            exact = name.startswith("loaded ")
+            # Adam acts like a sign where a gradient is near zero (key biases), so parameters are compared loosely.
+            gap = float((tensor - reference[name]).abs().max())
+            assert gap == 0 if exact else gap < 3e-3, name
+
+
+def relative_gap(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Largest difference relative to the norm of the whole gradient of that tensor; key biases have none to speak of."""
+    assert a.keys() == b.keys()
+    whole = torch.cat([tensor.flatten() for tensor in b.values()]).norm()
+    return max(
+        float((a[name] - b[name]).norm() / (whole if name.endswith("k_proj.bias") else b[name].norm())) for name in b
+    )

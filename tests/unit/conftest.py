@@ -1,0 +1,25 @@
+"""Fixtures of the unit tests."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from tests.unit.tiny import SHAPE, TIED, write_model
+
+torch.set_num_threads(1)  # tiny tensors: more threads only wait for one another
+
+
+@pytest.fixture(scope="session")
+def untied_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen2ForCausalLM]:
+    """A model directory (read it only) and the model that was written to it."""
+    directory = tmp_path_factory.mktemp("untied") / "model"
+    return directory, write_model(directory, SHAPE, seed=1)
+
+
+@pytest.fixture(scope="session")
+def tied_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen2ForCausalLM]:
+    """The same with the output projection tied to the embedding."""
+    directory = tmp_path_factory.mktemp("tied") / "model"
+    return directory, write_model(directory, TIED, seed=2)

@@ -1,0 +1,348 @@
+"""From recipes to a config: inheritance, presets, overrides, refusals of one line, and the texts of the options."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from megatron_rl.config import Config
+from megatron_rl.config_files import describe_options, dump_config, load_config
+from megatron_rl.errors import UserError
+from megatron_rl.presets import PRESETS
+from tests.unit.tiny import run_config
+
+ROOT = Path(__file__).parents[2]
+REQUIRED = "run_dir: runs/a\nsteps: 3\nmodel: {path: some/model}\ndata: {train: some.jsonl}\n"
+
+
+def recipe(directory: Path, text: str = "", name: str = "recipe.yaml") -> Path:
+    """A recipe with all that is required and `text`."""
+    path = directory / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(REQUIRED + text)
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    """The one line with which the recipe is refused."""
+    with pytest.raises(UserError) as caught:
+        load_config(path, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---- presets, files, overrides
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        ("grpo", ("grpo", "sequence_mean", {"clip_low": 0.2, "clip_high": 0.2}, False, 0.0)),
+        ("dapo", ("grpo", "token_mean_group", {"clip_low": 0.2, "clip_high": 0.28}, True, -1.0)),
+        ("dr_grpo", ("dr_grpo", "constant", {"clip_low": 0.2, "clip_high": 0.2}, False, 0.0)),
+        ("rloo", ("rloo", "constant", {"clip_low": 0.2, "clip_high": 0.2}, False, 0.0)),
+    ],
+)
+def test_a_preset_sets_the_switches_of_its_paper(preset: str, expected: tuple[object, ...], tmp_path: Path) -> None:
+    config = load_config(recipe(tmp_path, f"algorithm: {{preset: {preset}}}"))
+    algorithm = config.algorithm
+    switches = (algorithm.advantage, algorithm.normalisation, algorithm.loss_kwargs, algorithm.dynamic_sampling)
+    assert (*switches, config.rewards.wrong) == expected
+    assert (algorithm.preset, algorithm.loss, algorithm.std_ddof, config.rewards.right) == (preset, "ppo_clip", 1, 1.0)
+    assert (algorithm.soft_overlong is not None) == (preset == "dapo")
+
+
+def test_every_preset_can_be_named() -> None:
+    assert sorted(PRESETS) == ["dapo", "dr_grpo", "grpo", "rloo"]
+
+
+def test_dapo_is_the_preset_of_a_recipe_that_names_none(tmp_path: Path) -> None:
+    assert load_config(recipe(tmp_path)).algorithm.normalisation == "token_mean_group"
+
+
+def test_later_ones_win_from_preset_to_base_to_recipe_to_override(tmp_path: Path) -> None:
+    recipe(
+        tmp_path,
+        "algorithm: {preset: grpo, std_eps: 0.1, std_ddof: 0, advantage: rloo}\ntrainer: {lr: 0.1, adam_eps: 0.1}\n",
+        "base.yaml",
+    )
+    path = recipe(tmp_path, "defaults: base.yaml\nalgorithm: {std_eps: 0.2, std_ddof: 1}\ntrainer: {lr: 0.2}\n")
+    config = load_config(path, ["algorithm.std_eps=0.3", "rollout.prompts_per_step=7"])
+    algorithm, trainer = config.algorithm, config.trainer
+    assert algorithm.normalisation == "sequence_mean"  # the preset's, named by the base
+    assert algorithm.advantage == "rloo"  # the base's, over the preset's
+    assert (algorithm.std_ddof, trainer.lr, trainer.adam_eps) == (1, 0.2, 0.1)  # the recipe's over the base's
+    assert (algorithm.std_eps, config.rollout.prompts_per_step) == (0.3, 7)  # the overrides'
+
+
+def test_an_override_can_change_the_preset_of_the_recipe(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "algorithm: {preset: dapo, std_eps: 0.5}")
+    config = load_config(path, ["algorithm.preset=dr_grpo"])
+    assert (config.algorithm.normalisation, config.rewards.wrong) == ("constant", 0.0)
+    assert config.algorithm.std_eps == 0.5
+
+
+def test_one_keyword_of_the_presets_loss_may_be_changed_alone(tmp_path: Path) -> None:
+    config = load_config(recipe(tmp_path), ["algorithm.loss_kwargs.dual_clip=10"])
+    assert config.algorithm.loss_kwargs == {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_another_loss_does_not_get_the_keywords_of_the_presets_loss(preset: str, tmp_path: Path) -> None:
+    path = recipe(tmp_path, f"algorithm: {{preset: {preset}, loss: 'my.module:loss'}}")
+    assert load_config(path).algorithm.loss_kwargs == {}
+    assert load_config(path, ["algorithm.loss_kwargs.beta=2"]).algorithm.loss_kwargs == {"beta": 2.0}
+
+
+def test_null_switches_off_what_the_preset_switches_on(tmp_path: Path) -> None:
+    assert load_config(recipe(tmp_path), ["algorithm.soft_overlong=null"]).algorithm.soft_overlong is None
+
+
+def test_defaults_are_relative_to_their_own_file_and_chain(tmp_path: Path) -> None:
+    recipe(tmp_path, "trainer: {lr: 0.1, adam_beta1: 0.1, adam_beta2: 0.1}", "base.yaml")
+    recipe(tmp_path, "defaults: ../base.yaml\ntrainer: {adam_beta1: 0.2, adam_beta2: 0.2}", "deep/middle.yaml")
+    path = recipe(tmp_path, "defaults: deep/middle.yaml\ntrainer: {adam_beta2: 0.3}")
+    trainer = load_config(path).trainer
+    assert (trainer.lr, trainer.adam_beta1, trainer.adam_beta2) == (0.1, 0.2, 0.3)
+
+
+# ---- refusals
+
+
+def test_a_circle_of_defaults_is_refused(tmp_path: Path) -> None:
+    recipe(tmp_path, "defaults: recipe.yaml", "base.yaml")
+    message = refusal(recipe(tmp_path, "defaults: base.yaml"))
+    assert "recipe.yaml: its `defaults:` line leads back to itself" in message
+
+
+def test_a_recipe_that_is_its_own_base_is_refused(tmp_path: Path) -> None:
+    assert "leads back to itself" in refusal(recipe(tmp_path, "defaults: recipe.yaml"))
+
+
+@pytest.mark.parametrize("value", ["[a.yaml, b.yaml]", "{a: 1}", "3"])
+def test_defaults_is_one_path(value: str, tmp_path: Path) -> None:
+    assert "defaults: one path" in refusal(recipe(tmp_path, f"defaults: {value}"))
+
+
+def test_a_missing_recipe_and_a_missing_base_are_named(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "none.yaml") == f"{tmp_path}/none.yaml: no such recipe"
+    assert refusal(recipe(tmp_path, "defaults: gone.yaml")) == f"{tmp_path}/gone.yaml: no such recipe"
+
+
+@pytest.mark.parametrize(
+    "content", [b"a: [1", b"- 1\n- 2\n", b"a: 1\na: 2\n", b"\xff\xfe\x00", b"a: ${nowhere}\n", b"just words"]
+)
+def test_a_file_that_is_no_recipe_is_refused_by_name(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(content)
+    assert refusal(path).startswith(str(path))
+
+
+def test_a_directory_is_no_recipe(tmp_path: Path) -> None:
+    assert refusal(tmp_path).startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("trainer: {learning_rate: 1}", "unknown option trainer.learning_rate"),
+        ("trainer: {adam_beta_1: 0.5}", "unknown option trainer.adam_beta_1; did you mean trainer.adam_beta1?"),
+        ("rolout: {temperature: 1}", "unknown option rolout; did you mean rollout?"),
+        ("rollout: {clip_grad: 1}", "did you mean trainer.clip_grad?"),
+        ("algorithm: {soft_overlong: {bufer: 2}}", "did you mean algorithm.soft_overlong.buffer?"),
+        ("sed: 1", "unknown option sed; did you mean seed?"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(line: str, said: str, tmp_path: Path) -> None:
+    path = recipe(tmp_path, line)
+    assert refusal(path).startswith(f"{path}: unknown option ")
+    assert said in refusal(path)
+
+
+def test_an_unknown_override_is_refused_too(tmp_path: Path) -> None:
+    assert "did you mean rollout.temperature?" in refusal(recipe(tmp_path), "rollout.temprature=1")
+
+
+@pytest.mark.parametrize("override", ["steps", "=3", ""])
+def test_an_override_that_is_no_assignment_is_refused(override: str, tmp_path: Path) -> None:
+    assert "write key.sub=value" in refusal(recipe(tmp_path), override)
+
+
+@pytest.mark.parametrize(
+    "override", ["steps=[1", "steps=${nowhere}", "model=3", "model.path.deeper=3", "algorithm=dapo", "rewards=[3]"]
+)
+def test_an_override_that_makes_no_sense_is_refused_in_one_line(override: str, tmp_path: Path) -> None:
+    assert refusal(recipe(tmp_path), override)
+
+
+@pytest.mark.parametrize("line", ["rewards: [1, 2]", "algorithm: dapo", "trainer: [1]", "algorithm: {loss_kwargs: 3}"])
+def test_a_section_of_another_kind_is_refused_by_name(line: str, tmp_path: Path) -> None:
+    assert line.split(":")[0] in refusal(recipe(tmp_path, line))
+
+
+def test_a_base_and_a_recipe_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+    recipe(tmp_path, "trainer: {lr: 0.1}", "base.yaml")
+    assert "trainer" in refusal(recipe(tmp_path, "defaults: base.yaml\ntrainer: [1]"))
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("steps=soon", "steps"),
+        ("steps=0", "steps"),
+        ("steps=1.5", "steps"),
+        ("seed=-1", "seed"),
+        ("rollout.temperature=0", "rollout.temperature"),
+        ("rollout.temperature=-1", "rollout.temperature"),
+        ("rollout.temperature=.nan", "rollout.temperature"),
+        ("trainer.lr=-1", "trainer.lr"),
+        ("trainer.lr=.inf", "trainer.lr"),
+        ("trainer.adam_beta1=1", "trainer.adam_beta1"),
+        ("trainer.adam_eps=0", "trainer.adam_eps"),
+        ("trainer.dtype=float16", "trainer.dtype"),
+        ("trainer.tensor_parallel_size=0", "trainer.tensor_parallel_size"),
+        ("algorithm.std_ddof=2", "algorithm.std_ddof"),
+        ("algorithm.preset=ppo", "algorithm.preset"),
+        ("algorithm.loss_kwargs.clip_low=wide", "algorithm.loss_kwargs.clip_low"),
+        ("data.overlong_prompts=cut", "data.overlong_prompts"),
+        ("checkpoint.every=0", "checkpoint.every"),
+        ("rewards.marker=''", "rewards.marker"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_key(override: str, key: str, tmp_path: Path) -> None:
+    path = recipe(tmp_path)
+    assert refusal(path, override).startswith(f"{path}: {key}: ")
+
+
+@pytest.mark.parametrize("missing", ["run_dir", "steps", "model.path", "data.train"])
+def test_what_is_required_is_asked_for(missing: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    lines = [line for line in REQUIRED.splitlines() if not line.startswith(missing.split(".")[0])]
+    path.write_text("\n".join([*lines, f"{missing.split('.')[0]}: {{}}" if "." in missing else ""]))
+    assert f"{missing} is required" in refusal(path)
+
+
+def test_an_empty_recipe_lacks_what_is_required(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("")
+    assert "run_dir is required" in refusal(path)
+    assert "3 more" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["trainer.sequence_parallel=true"], "needs trainer.tensor_parallel_size > 1"),
+        (["rollout.tensor_parallel_size=2"], "the embedded engine runs on one rank"),
+        (["rollout.max_response_tokens=4095"], "algorithm.soft_overlong.buffer (4096) is longer than"),
+        (["rollout.responses_per_prompt=1"], "a group of one has no advantage"),
+        (["rollout.prompts_per_step=3", "algorithm.updates_per_rollout=4"], "needs at least as many groups"),
+    ],
+)
+def test_combinations_that_cannot_work_are_refused(overrides: list[str], said: str, tmp_path: Path) -> None:
+    assert said in refusal(recipe(tmp_path), *overrides)
+
+
+def test_the_nearest_combinations_that_can_work_are_taken(tmp_path: Path) -> None:
+    config = load_config(
+        recipe(tmp_path),
+        [
+            "trainer.sequence_parallel=true",
+            "trainer.tensor_parallel_size=2",
+            "rollout.max_response_tokens=4096",
+            "rollout.responses_per_prompt=2",
+            "rollout.prompts_per_step=3",
+            "algorithm.updates_per_rollout=3",
+        ],
+    )
+    assert config.trainer.sequence_parallel
+
+
+# ---- the resolved config
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "seed: 7\nrewards: {marker: '####', right: 2}\ntrainer: {lr: 1e-7, sequence_parallel: true, "
+        "tensor_parallel_size: 2}\nevaluation: {every: 3}\nrollout: {temperature: 0.7, max_rounds: 3}\n",
+    ],
+)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["algorithm.soft_overlong=null", "algorithm.dynamic_sampling=false", "rewards.wrong=-0.5"],
+        ["algorithm.loss=my.module:loss"],
+        ["algorithm.loss=my.module:loss", "algorithm.loss_kwargs.beta=0.1", "algorithm.loss_kwargs.other=null"],
+        ["algorithm.loss_kwargs.dual_clip=3"],
+    ],
+)
+def test_the_dumped_config_loads_back_to_the_same(preset: str, text: str, overrides: list[str], tmp_path: Path) -> None:
+    config = load_config(recipe(tmp_path, text), [f"algorithm.preset={preset}", *overrides])
+    dumped = tmp_path / "config.yaml"
+    dumped.write_text(dump_config(config))
+    assert load_config(dumped) == config
+
+
+def test_a_config_is_frozen() -> None:
+    config = run_config()
+    with pytest.raises(ValidationError, match="frozen"):
+        config.seed = 3
+    with pytest.raises(ValidationError, match="frozen"):
+        config.trainer.lr = 3.0
+
+
+def sections(model: type[BaseModel] = Config) -> list[type[BaseModel]]:
+    found = [model]
+    for option in model.model_fields.values():
+        candidates = [option.annotation, *getattr(option.annotation, "__args__", ())]
+        found += [s for c in candidates if isinstance(c, type) and issubclass(c, BaseModel) for s in sections(c)]
+    return found
+
+
+def test_every_option_and_every_section_has_a_text() -> None:
+    assert len(sections()) == 11
+    for section in sections():
+        assert (section.__doc__ or "").strip(), section
+        for key, option in section.model_fields.items():
+            is_section = section is Config and key not in ("run_dir", "seed", "steps", "collective_timeout_s")
+            assert is_section or (option.description or "").strip().endswith("."), f"{section.__name__}.{key}"
+
+
+def test_the_table_of_options_has_a_row_for_each_with_its_default_and_text() -> None:
+    table = describe_options()
+    assert "| `rollout.temperature` | float | `1.0` | Divides the logits, in engine and trainer alike. |" in table
+    assert "| `steps` | int | required | Rollout steps. |" in table
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    assert len(rows) == sum(
+        not (isinstance(option.annotation, type) and issubclass(option.annotation, BaseModel))
+        for section in sections()
+        for option in section.model_fields.values()
+    )
+    for row in rows:
+        kind = row.replace("||", "| |").split(" | ")[1]
+        assert kind.count("[") == kind.count("]"), row
+        assert "megatron_rl." not in kind, row
+
+
+def test_the_page_of_options_is_up_to_date() -> None:
+    page = ROOT / "docs" / "config.md"
+    assert page.exists(), "run `make docs`"
+    assert page.read_text() == describe_options(), "run `make docs`"
+
+
+RECIPES = sorted((ROOT / "launch" / "recipes").glob("**/*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_the_recipes_that_are_shipped_load(path: Path) -> None:
+    load_config(path)
+
+
+def test_the_demo_recipe_is_dapo_with_sixteen_responses() -> None:
+    config = load_config(ROOT / "launch" / "recipes" / "demo_arithmetic.yaml")
+    assert (config.algorithm.preset, config.rollout.responses_per_prompt) == ("dapo", 16)
+    assert config.algorithm.dynamic_sampling

@@ -1,0 +1,181 @@
+"""config.json to a model's spec: every field used, or known not to matter, or refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen2Config
+
+from megatron_rl.errors import UserError
+from megatron_rl.resharding.names import Shape
+from megatron_rl.training.hf_config import read_model_spec
+from tests.unit.tiny import SHAPE, TIED, qwen2_config
+
+# What transformers 4 wrote: the fields of Qwen2.5-7B, with numbers that are all distinct.
+OLD: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 60,
+    "initializer_range": 0.02,
+    "intermediate_size": 24,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 10,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 37,
+}
+
+
+def write(directory: Path, fields: dict[str, Any], generation: dict[str, Any] | None = None) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(fields))
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    return directory
+
+
+def refusal(directory: Path, fields: dict[str, Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        read_model_spec(write(directory, fields))
+    message = str(caught.value)
+    assert message.startswith(f"{directory}/config.json: ")
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("shape", [SHAPE, TIED])
+def test_a_config_as_transformers_5_writes_it(shape: Shape, tmp_path: Path) -> None:
+    qwen2_config(shape, rms_norm_eps=3e-5, rope_parameters={"rope_type": "default", "rope_theta": 7e5}).save_pretrained(
+        tmp_path
+    )
+    spec = read_model_spec(tmp_path)
+    assert spec.shape == shape
+    assert (spec.norm_eps, spec.rope_theta) == (3e-5, 7e5)
+
+
+def test_a_config_as_transformers_4_wrote_it(tmp_path: Path) -> None:
+    spec = read_model_spec(write(tmp_path, OLD))
+    assert spec.shape == SHAPE.__class__(
+        layers=3, hidden=60, heads=10, kv_heads=2, head_dim=6, intermediate=24, vocab=37, tied=False
+    )
+    assert (spec.norm_eps, spec.rope_theta, spec.eos_token_ids) == (1e-5, 1e6, frozenset({151645}))
+
+
+@pytest.mark.parametrize(
+    "published",
+    [
+        {"use_mrope": False},  # Qwen2.5-0.5B, 1.5B, 7B, Qwen2.5-Math, DeepSeek-R1-Distill-Qwen
+        {"rope_scaling": None},
+        {"sliding_window": None},
+        {"layer_types": ["full_attention"] * 3},
+        {"dtype": "bfloat16"},
+        {"pad_token_id": None, "_name_or_path": "somewhere"},
+    ],
+)
+def test_fields_that_change_nothing_are_taken(published: dict[str, Any], tmp_path: Path) -> None:
+    assert read_model_spec(write(tmp_path, OLD | published)).shape.hidden == 60
+
+
+def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
+    optional = ("rms_norm_eps", "rope_theta", "tie_word_embeddings", "hidden_act", "attention_dropout")
+    fields = {key: value for key, value in OLD.items() if key not in optional}
+    spec = read_model_spec(write(tmp_path, fields))
+    theirs = Qwen2Config(**fields)
+    assert (spec.norm_eps, spec.rope_theta) == (theirs.rms_norm_eps, theirs.rope_parameters["rope_theta"])
+    assert spec.shape.tied is theirs.tie_word_embeddings is False
+
+
+def test_a_head_size_of_its_own_is_used(tmp_path: Path) -> None:
+    assert read_model_spec(write(tmp_path, OLD | {"head_dim": 7})).shape.head_dim == 7
+    assert read_model_spec(write(tmp_path, OLD | {"head_dim": None})).shape.head_dim == 6
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rope_scaling", {"type": "yarn", "factor": 4.0}),
+        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}),
+        ("use_sliding_window", True),
+        ("hidden_act", "gelu"),
+        ("attention_dropout", 0.1),
+        ("layer_types", ["full_attention", "sliding_attention", "full_attention"]),
+        ("use_mrope", True),
+        ("quantization_config", {"quant_method": "awq"}),
+        ("some_new_field", 3),
+        ("model_type", "llama"),
+        ("num_key_value_heads", 3),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(field: str, value: Any, tmp_path: Path) -> None:
+    assert field in refusal(tmp_path, OLD | {field: value})
+
+
+def test_the_refusal_of_a_value_says_which_one_is_there(tmp_path: Path) -> None:
+    assert "hidden_act 'gelu' is not implemented; only 'silu' is" in refusal(tmp_path, OLD | {"hidden_act": "gelu"})
+    assert "'llama' is not supported; qwen2" in refusal(tmp_path, OLD | {"model_type": "llama"})
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size"],
+)
+def test_what_is_missing_is_named(field: str, tmp_path: Path) -> None:
+    assert f"{field} is missing" in refusal(tmp_path, {key: value for key, value in OLD.items() if key != field})
+
+
+@pytest.mark.parametrize(
+    ("config_eos", "generation", "expected"),
+    [
+        (5, None, {5}),
+        ([5, 7], None, {5, 7}),
+        (5, {"eos_token_id": 7}, {5, 7}),
+        (5, {"eos_token_id": [7, 8]}, {5, 7, 8}),
+        ([5], {"eos_token_id": None}, {5}),
+        (None, {"eos_token_id": [7, 8]}, {7, 8}),
+        (0, {}, {0}),
+        (None, None, set()),
+    ],
+)
+def test_ends_of_sequence_come_from_both_files(
+    config_eos: Any, generation: dict[str, Any] | None, expected: set[int], tmp_path: Path
+) -> None:
+    assert read_model_spec(write(tmp_path, OLD | {"eos_token_id": config_eos}, generation)).eos_token_ids == expected
+
+
+def test_a_model_path_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^model\.path: .*/nowhere is not a directory"):
+        read_model_spec(tmp_path / "nowhere")
+
+
+def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.json: no such file"):
+        read_model_spec(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "3", '"qwen2"'])
+def test_a_config_that_is_no_json_object_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=r"config\.json: "):
+        read_model_spec(tmp_path)
+
+
+def test_a_damaged_generation_config_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, OLD)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"generation_config\.json: "):
+        read_model_spec(tmp_path)

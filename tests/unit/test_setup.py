@@ -1,0 +1,100 @@
+"""Layouts that don't divide the model or the world, learning rates, and the state a run goes on from."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import TrainerConfig
+from megatron_rl.errors import UserError
+from megatron_rl.training.checkpoint import RunState, latest_checkpoint, read_run_state
+from megatron_rl.training.optimizer import learning_rate
+from megatron_rl.training.setup import check_layout, known_arguments
+from tests.unit.tiny import SHAPE, run_config
+
+
+def layout_refusal(tp: int, pp: int, world: int, **rollout: int) -> str:
+    config = run_config(trainer={"tensor_parallel_size": tp, "pipeline_parallel_size": pp}, rollout=rollout)
+    with pytest.raises(UserError) as caught:
+        check_layout(config, SHAPE, world)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "world", "named"),
+    [
+        (3, 1, 3, ["trainer.tensor_parallel_size", "num_attention_heads (10)"]),
+        (5, 1, 5, ["trainer.tensor_parallel_size", "num_key_value_heads (2)"]),
+        (1, 2, 2, ["trainer.pipeline_parallel_size", "num_hidden_layers (3)"]),
+        (2, 3, 8, ["TP 2 × PP 3", "processes (8)"]),
+        (2, 1, 1, ["TP 2 × PP 1", "processes (1)"]),
+    ],
+)
+def test_a_layout_that_does_not_divide_is_refused_with_its_numbers(
+    tp: int, pp: int, world: int, named: list[str]
+) -> None:
+    message = layout_refusal(tp, pp, world)
+    assert all(part in message for part in named), message
+
+
+@pytest.mark.parametrize(("tp", "pp", "world"), [(1, 1, 1), (2, 1, 2), (1, 3, 3), (2, 3, 6), (2, 3, 12), (1, 1, 7)])
+def test_a_layout_that_divides_is_taken(tp: int, pp: int, world: int) -> None:
+    check_layout(run_config(trainer={"tensor_parallel_size": tp, "pipeline_parallel_size": pp}), SHAPE, world)
+
+
+def test_more_ranks_than_responses_are_refused() -> None:
+    message = layout_refusal(1, 1, 7, prompts_per_step=2, responses_per_prompt=3)
+    assert "rollout.prompts_per_step" in message
+    assert "7 ranks" in message
+    check_layout(run_config(rollout={"prompts_per_step": 2, "responses_per_prompt": 3}), SHAPE, 6)
+
+
+def test_only_arguments_that_are_known_are_passed_on() -> None:
+    def of_some_version(*, old: bool) -> None: ...
+
+    assert known_arguments(of_some_version, old=False, new=False) == {"old": False}
+
+
+@pytest.mark.parametrize(
+    ("warmup", "rates"), [(0, [1, 1, 1, 1, 1, 1]), (1, [1, 1, 1, 1, 1, 1]), (4, [0.25, 0.5, 0.75, 1, 1, 1])]
+)
+def test_the_warm_up_counts_optimizer_steps_and_then_the_rate_is_constant(warmup: int, rates: list[float]) -> None:
+    trainer = TrainerConfig(lr=8e-6, lr_warmup_steps=warmup)
+    assert [learning_rate(trainer, done) / 8e-6 for done in range(6)] == pytest.approx(rates)
+
+
+STATE = RunState(step=4, updates=8, prompts_drawn=130, seed=0, data_fingerprint="f")
+
+
+def checkpoint(directory: Path, text: str | None = None) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "run_state.json").write_text(json.dumps(vars(STATE)) if text is None else text)
+    return directory
+
+
+def test_a_run_goes_on_from_its_state(tmp_path: Path) -> None:
+    assert read_run_state(checkpoint(tmp_path / "step_000004"), run_config(), "f") == STATE
+
+
+def test_other_data_and_another_seed_are_refused(tmp_path: Path) -> None:
+    directory = checkpoint(tmp_path / "step_000004")
+    with pytest.raises(UserError, match=r"^data\.train: "):
+        read_run_state(directory, run_config(), "g")
+    with pytest.raises(UserError, match=r"^seed: .* seed 0"):
+        read_run_state(directory, run_config().model_copy(update={"seed": 1}), "f")
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"step": 1}', '{"other": 1}', "3"])
+def test_a_state_that_cannot_be_read_is_refused_by_name(text: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"run_state\.json: "):
+        read_run_state(checkpoint(tmp_path / "step_000004", text), run_config(), "f")
+
+
+def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
+    config = run_config().model_copy(update={"run_dir": tmp_path})
+    assert latest_checkpoint(config) is None
+    for name in ("step_000009", "step_000010", "partial_step_000011"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    newest = latest_checkpoint(config)
+    assert newest is not None
+    assert newest.name == "step_000010"
