@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,7 +135,7 @@ def test_another_layout_resumes_a_checkpoint(launched: Launch, layout: str, kind
 
 
 def relative_gap(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Largest difference relative to the norm of the whole gradient of that tensor; key biases have none to speak of."""
+    """Largest difference relative to the tensor's gradient; key biases have none to speak of, so to the whole one."""
     assert a.keys() == b.keys()
     whole = torch.cat([tensor.flatten() for tensor in b.values()]).norm()
     return max(

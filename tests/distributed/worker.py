@@ -1,4 +1,4 @@
-"""Runs in every process of a layout: many checks in one launch, whose results each rank saves for the tests to judge."""
+"""Runs in every process of a layout: many checks in one launch; each rank saves results for the tests to judge."""
 
 import argparse
 from pathlib import Path
@@ -57,7 +57,7 @@ def check_model(config_of: Any, reference: Path) -> dict[str, Any]:
     """All checks on one model."""
     config = config_of(distributed_optimizer=False)
     trainer = new_trainer(config)
-    results = {
+    results: dict[str, Any] = {
         "logits_gap": logits_gap(trainer, config.model.path),
         "round_trip": {name: tensor.clone() for name, tensor in trainer.hf_weights()},
     }
@@ -127,7 +127,7 @@ def engine_gaps(trainer: Trainer, batch: TrainBatch, version: int) -> dict[str, 
     engine.update_weights(trainer.hf_weights(), version)
     sampling = Sampling(max_tokens=9, temperature=trainer.config.rollout.temperature, greedy=True)
     requests = [Request(prompt_ids=prompt, seeds=(0,)) for prompt in prompts]
-    answers = dict((number, response) for number, _, response in engine.generate(requests, sampling))
+    answers = {number: response for number, _, response in engine.generate(requests, sampling)}
     gaps, greedy = [], True
     for number, prompt in enumerate(prompts):
         ids, start = prompt + answers[number].ids, len(prompt) - 1
