@@ -154,7 +154,7 @@ class TrainerConfig(Section):
     """Of parameters and activations; gradients and optimizer state are float32."""
 
     micro_batch_size: Positive = 1
-    """Responses in a forward pass."""
+    """Most responses in a forward pass."""
 
     distributed_optimizer: bool = True
     """Shard the optimizer state over data-parallel ranks."""

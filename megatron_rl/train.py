@@ -48,7 +48,7 @@ def train(config: Config) -> bool:
 def sync_weights(run: Run) -> None:
     """Trainer's layout → engines' layout."""
     with run.phases.enter("sync"):
-        run.engine.update_weights(run.trainer.hf_weights(), version=run.step)
+        run.engine.update_weights(run.trainer.hf_weights(), version=run.trainer.updates_done)
 
 
 def evaluate_heldout(run: Run) -> None:

@@ -43,7 +43,7 @@ class Response:
     """`stop` (an end-of-sequence token was sampled), `length` (cut off at the budget), `abort`."""
 
     weight_version: int
-    """Number of the weight update it was sampled with."""
+    """Optimizer steps behind the weights it was sampled with."""
 
 
 @dataclass(frozen=True, kw_only=True)

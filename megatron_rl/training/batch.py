@@ -82,7 +82,7 @@ class Share:
     """What one data-parallel rank does in an optimizer step."""
 
     micro_batches: tuple[MicroBatch, ...]
-    """As many on every rank, all `[micro_batch_size, seq_length]`."""
+    """As many on every rank, all of one shape `[rows, seq_length]`."""
 
     seq_length: int
 
@@ -97,7 +97,7 @@ def share_of_rank(update: Many[Sequence], *, rank: int, ranks: int, micro_batch_
         update: all sequences of the optimizer step.
         rank: data-parallel rank.
         ranks: data-parallel size.
-        micro_batch_size: responses in a micro-batch.
+        micro_batch_size: most responses in a micro-batch.
         multiple: the padded length is a multiple of this (sequence parallelism splits it).
     """
     trained = sorted((s for s in update if s.weight != 0), key=lambda s: -len(s.prompt_ids) - len(s.response_ids))
@@ -105,10 +105,9 @@ def share_of_rank(update: Many[Sequence], *, rank: int, ranks: int, micro_batch_
     seq_length = -(-(longest - 1) // multiple) * multiple
     count = max(1, -(-len(trained) // (ranks * micro_batch_size)))
     mine = trained[rank::ranks]
-    batches = (mine[i * micro_batch_size : (i + 1) * micro_batch_size] for i in range(count))
-    return Share(
-        micro_batches=tuple(_pad(batch, micro_batch_size, seq_length) for batch in batches), seq_length=seq_length
-    )
+    rows = max(1, -(-len(trained) // (ranks * count)))  # the same everywhere, and no more empty ones than must be
+    batches = (mine[i * rows : (i + 1) * rows] for i in range(count))
+    return Share(micro_batches=tuple(_pad(batch, rows, seq_length) for batch in batches), seq_length=seq_length)
 
 
 def _pad(sequences: Many[Sequence], rows: int, seq_length: int) -> MicroBatch:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
-from megatron_rl.rollout.embedded import EmbeddedEngine
+from megatron_rl.rollout.embedded import EmbeddedEngine, _draw
 from megatron_rl.rollout.engine import Request, Sampling, response_seed
 from megatron_rl.types import Response
 from tests.unit.tiny import SHAPE, random_model, write_model
@@ -128,6 +128,12 @@ def test_tokens_come_as_often_as_they_are_likely(untied_model: Model) -> None:
     deviation = (draws * expected * (1 - expected)).sqrt()
     assert ((counts - draws * expected).abs() < 4 * deviation + 1).all()
     assert (expected > 0.02).sum() > 5  # the test would see a wrong distribution
+
+
+def test_a_token_without_probability_is_not_drawn_at_the_ends_of_the_unit_interval() -> None:
+    logprobs = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0]).log().expand(4, 5)
+    uniforms = torch.tensor([0.0, 0.4999, 0.5, 1 - 2**-53], dtype=torch.float64)
+    assert _draw(logprobs, uniforms).tolist() == [1, 1, 3, 3]
 
 
 # ---- seeds

@@ -24,9 +24,11 @@ class Echo:
 
     def __init__(self) -> None:
         self.asked: list[Request] = []
+        self.sampling: Sampling | None = None
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, int, Response]]:
         self.asked += requests
+        self.sampling = sampling
         for number in reversed(range(len(requests))):
             for sample in reversed(range(len(requests[number].seeds))):
                 end = () if sample == 1 else (EOS_ID,)
@@ -137,5 +139,6 @@ def test_evaluation_has_seeds_of_its_own_that_do_not_depend_on_the_step(monkeypa
     assert metrics.pairs["eval/accuracy"] == (5.0, 10.0)
     assert metrics.pairs["eval/length_right"] == (15.0, 5.0)
     assert metrics.pairs["eval/length_wrong"] == (10.0, 5.0)
+    assert engine.sampling == Sampling(max_tokens=7, temperature=0.5)
     for row, request in enumerate(engine.asked):
         assert list(request.seeds) == [response_seed(3, EVALUATION_STREAM, 0, row, sample) for sample in range(2)]

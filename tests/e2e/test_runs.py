@@ -1,0 +1,115 @@
+"""The program as users start it: presets, their own functions, stopping and going on."""
+
+import json
+import math
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatron_rl.telemetry.writer import read_metrics
+from tests.e2e.conftest import Job, start
+
+
+def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if not key.startswith("seconds/")} for row in rows]
+
+
+@pytest.mark.parametrize("preset", ["grpo", "dapo", "dr_grpo", "rloo"])
+def test_every_preset_trains(job: Job, preset: str) -> None:
+    rows = read_metrics(job.train(f"preset_{preset}", f"algorithm.preset={preset}") / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["train/grad_norm"] > 0
+        assert row["mismatch/logprob_abs"] < 1e-5  # the engine sampled with the trainer's weights, in every step
+        assert all(value is not None and math.isfinite(value) for value in row.values())
+    mixed = rows[0]["rollout/mixed_groups"]
+    assert 0 < mixed < 1
+    # Only DAPO leaves out the groups that are all right or all wrong, and draws further prompts for them.
+    assert (rows[0]["rollout/rounds"] > 1) == (preset == "dapo")
+
+
+def test_a_loss_and_a_grader_of_ones_own(job: Job) -> None:
+    run = job.train(
+        "own_functions",
+        "algorithm.loss=tests.e2e.functions:signed_loss",
+        "algorithm.loss_kwargs.scale=2.5",
+        "rewards.grader=tests.e2e.functions:last_digit",
+    )
+    rows = read_metrics(run / "metrics.jsonl")
+    assert [row["loss/scale"] for row in rows] == [2.5, 2.5]
+    samples = [json.loads(line) for line in (run / "samples/step_000001.jsonl").read_text().splitlines()]
+    assert samples
+    for sample in samples:
+        if sample["prompt_index"] % 5 == 0:  # the grader raised: ungraded is not wrong
+            assert sample["score"] is None
+        else:
+            assert sample["score"] == float(sample["response"][-1:] == sample["answer"])
+    assert 0 < sum(row["rollout/ungraded"] for row in rows) < 2
+
+
+def test_a_run_leaves_what_the_readme_promises(job: Job) -> None:
+    run = job.train("leaves", processes=2)
+    assert (run / "config.yaml").exists()
+    assert list((run / "tensorboard").glob("events.*"))
+    assert [path.name for path in sorted((run / "samples").iterdir())] == ["step_000001.jsonl", "step_000002.jsonl"]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000002"]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(run / "hf"), AutoTokenizer.from_pretrained(run / "hf")
+    ids = tokenizer("123=", return_tensors="pt").input_ids
+    assert model(ids).logits.shape == (1, 5, 23)
+    base = load_file(job.directory / "base_seed0/model.safetensors")
+    trained = load_file(run / "hf/model.safetensors")
+    assert trained.keys() == base.keys()
+    assert all(not torch.equal(trained[name], base[name]) for name in base)
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(job: Job) -> None:
+    whole = job.train("whole", "steps=6", processes=2)
+    command = job.command("stopped", "steps=6", processes=2)
+    stopped = job.directory / "stopped"
+    process = start(command)
+    wait_for_steps(stopped, 2)
+    process.send_signal(signal.SIGTERM)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 75, error[-3000:]
+    assert "asked to stop" in out
+    saved = [path.name for path in (stopped / "checkpoints").iterdir()]
+    assert len(saved) == 1
+    assert saved[0] < "step_000006"
+
+    again = start(command)
+    out, error = again.communicate(timeout=240)
+    assert again.returncode == 0, error[-3000:]
+    assert f"going on after step {int(saved[0][-6:])}" in out
+    rows, expected = (without_times(read_metrics(run / "metrics.jsonl")) for run in (stopped, whole))
+    assert rows == expected
+    for step in range(1, 7):
+        name = f"samples/step_{step:06d}.jsonl"
+        assert (stopped / name).read_text() == (whole / name).read_text()
+    ours, theirs = (load_file(run / "hf/model.safetensors") for run in (stopped, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_going_on_with_other_data_or_another_seed_is_refused(job: Job) -> None:
+    job.train("resumed")
+    for change, word in (
+        (f"data.train={job.directory / 'data_seed0/heldout.jsonl'}", "data.train"),
+        ("seed=5", "seed"),
+    ):
+        refused = start(job.command("resumed", "steps=3", change))
+        _, error = refused.communicate(timeout=120)
+        assert refused.returncode == 2
+        assert error.strip().splitlines()[-1].startswith(f"error: {word}: ")
+        assert "Traceback" not in error
+
+
+def wait_for_steps(run: Path, steps: int) -> None:
+    deadline = time.monotonic() + 120
+    while len(read_metrics(run / "metrics.jsonl")) < steps:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
