@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from megatron_rl.errors import UserError
 
@@ -19,7 +22,18 @@ Recipe = Annotated[Path, typer.Argument(help="A YAML recipe, such as launch/reci
 Overrides = Annotated[list[str] | None, typer.Argument(help="key.sub=value ...", metavar="[KEY.SUB=VALUE]...")]
 
 
-@app.command()
+class _WithOptions(typer.core.TyperCommand):
+    """A command whose help goes on with every option of a recipe."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the command's own help, then the options."""
+        from megatron_rl.config_docs import print_options
+
+        super().format_help(ctx, formatter)
+        print_options()
+
+
+@app.command(cls=_WithOptions)
 def train(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -64,7 +78,7 @@ def demo(
 @app.command()
 def docs() -> None:
     """Print every option with its type, default and meaning, as Markdown (docs/config.md)."""
-    from megatron_rl.config_files import describe_options
+    from megatron_rl.config_docs import describe_options
 
     typer.echo(describe_options(), nl=False)
 
@@ -72,12 +86,20 @@ def docs() -> None:
 def main() -> None:
     """Entry point: a mistake of the user is one line and exit code 2."""
     sys.path.insert(0, os.getcwd())  # functions that a recipe names may lie beside it
+    _quiet_libraries()
     try:
         app()
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)
+
+
+def _quiet_libraries() -> None:
+    """Keep what libraries say about themselves out of what a run says: that Megatron found no Apex, deprecations."""
+    warnings.filterwarnings("ignore", module=r"megatron\..*")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Every option: typed, frozen, documented by the text under it. `train --help` and docs/config.md read these texts."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -50,7 +51,7 @@ class RewardConfig(Section):
     """`after_marker`: what follows the only `marker` of a finished response equals `answer`; or
     `package.module:function`, called as `function(prompt, text, finished)`."""
 
-    marker: str = "#"
+    marker: Annotated[str, Field(min_length=1)] = "#"
     """For `after_marker`: for example `####` (GSM8K) or `Answer:` (DAPO)."""
 
     wrong: float = 0.0
@@ -223,7 +224,7 @@ class Config(Section):
     run_dir: Path
     """Everything the run leaves is written here. A directory with checkpoints of the same run is resumed."""
 
-    seed: int = 0
+    seed: NotNegative = 0
     """Seeds the order of prompts and every sampled response."""
 
     steps: Positive
@@ -265,3 +266,20 @@ class Config(Section):
                 f"rollout.prompts_per_step is {rollout.prompts_per_step}"
             )
         return self
+
+
+def sections(section: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """The section itself and those inside it, each with its dotted path."""
+    yield path, section
+    for key, option in section.model_fields.items():
+        inner = section_of(option.annotation)
+        if inner is not None:
+            yield from sections(inner, f"{path}.{key}" if path else key)
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field of this type holds, if it holds one."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None

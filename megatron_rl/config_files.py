@@ -1,16 +1,16 @@
 """Recipes to a validated `Config`: YAML files, an explicit `defaults:` line, a preset, dotted overrides."""
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from megatron_rl.config import Config
+from megatron_rl.config import Config, sections
 from megatron_rl.errors import UserError
 from megatron_rl.presets import PRESETS
 
@@ -27,9 +27,9 @@ def load_config(recipe: Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         UserError: unreadable file, unknown key (with the nearest known one), wrong value.
     """
-    user = cast(DictConfig, OmegaConf.merge(_read(recipe, ()), _parse_overrides(overrides)))
+    user = _merge(_read(recipe, ()), _parse_overrides(overrides), recipe)
     try:
-        values = OmegaConf.to_container(OmegaConf.merge(_preset(user), user), resolve=True)
+        values = OmegaConf.to_container(_merge(_preset(user), user, recipe), resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(f"{recipe}: {_one_line(error)}") from None
     values = cast(dict[str, Any], values)
@@ -43,23 +43,6 @@ def load_config(recipe: Path, overrides: Sequence[str] = ()) -> Config:
 def dump_config(config: Config) -> str:
     """The resolved configuration as YAML; `load_config` reads it back to the same."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
-
-
-def describe_options() -> str:
-    """Every option with its type, default and text, as Markdown: docs/config.md."""
-    lines = ["# Options", "", "Made from the texts in megatron_rl/config.py by `megatron-rl docs`.", ""]
-    for path, section in _sections(Config, ""):
-        lines += [f"## {path or 'top level'}", "", (section.__doc__ or "").strip(), ""]
-        lines += ["| key | type | default | |", "|---|---|---|---|"]
-        for key, option in section.model_fields.items():
-            if _section_of(option.annotation) and option.default is not None:
-                continue
-            default = "required" if option.is_required() else _yaml_value(option.get_default(call_default_factory=True))
-            kind = _type_name(option.annotation)
-            text = " ".join((option.description or "").split())
-            lines.append(f"| `{path}{'.' if path else ''}{key}` | {kind} | {default} | {text} |".replace("||", "| |"))
-        lines.append("")
-    return "\n".join(lines)
 
 
 def _read(recipe: Path, seen: tuple[Path, ...]) -> DictConfig:
@@ -78,7 +61,17 @@ def _read(recipe: Path, seen: tuple[Path, ...]) -> DictConfig:
         return values
     if not isinstance(base, str):
         raise UserError(f"{recipe}: defaults: one path of another recipe, relative to this file")
-    return cast(DictConfig, OmegaConf.merge(_read(recipe.parent / base, (*seen, recipe.resolve())), values))
+    return _merge(_read(recipe.parent / base, (*seen, recipe.resolve())), values, recipe)
+
+
+def _merge(below: DictConfig, above: DictConfig, recipe: Path) -> DictConfig:
+    for key in above:
+        if key in below and isinstance(below[key], DictConfig) and isinstance(above[key], ListConfig):
+            raise UserError(f"{recipe}: {key!s}: a section of options, not a list")
+    try:
+        return cast(DictConfig, OmegaConf.merge(below, above))
+    except (OmegaConfBaseException, TypeError) as error:
+        raise UserError(f"{recipe}: {_one_line(error)}") from None
 
 
 def _preset(user: DictConfig) -> DictConfig:
@@ -101,7 +94,7 @@ def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
 
 
 def _refuse_unknown_keys(values: dict[str, Any], recipe: Path) -> None:
-    known = dict(_sections(Config, ""))
+    known = dict(sections(Config))
 
     def walk(node: dict[str, Any], path: str) -> None:
         section = known[path]
@@ -109,47 +102,23 @@ def _refuse_unknown_keys(values: dict[str, Any], recipe: Path) -> None:
             full = f"{path}.{key}" if path else str(key)
             if key not in section.model_fields:
                 everything = [f"{p}.{k}" if p else k for p, s in known.items() for k in s.model_fields]
-                here = [name for name in everything if name.rpartition(".")[0] == path]
-                near = difflib.get_close_matches(full, here, n=1) or difflib.get_close_matches(
-                    full, everything, n=1, cutoff=0.5
-                )
-                hint = f"; did you mean {near[0]}?" if near else "; see docs/config.md"
-                raise UserError(f"{recipe}: unknown option {full}{hint}")
+                raise UserError(f"{recipe}: unknown option {full}{_nearest(full, everything)}")
             if full in known and isinstance(value, dict):
                 walk(value, full)
 
     walk(values, "")
 
 
-def _sections(section: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:
-    yield path, section
-    for key, option in section.model_fields.items():
-        inner = _section_of(option.annotation)
-        if inner is not None:
-            yield from _sections(inner, f"{path}.{key}" if path else key)
-
-
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
-
-
-def _type_name(annotation: Any) -> str:
-    if isinstance(annotation, type) and not get_args(annotation):
-        return annotation.__name__
-    text = str(annotation)
-    for noise in ("typing.", "pathlib.", "Annotated[", "NoneType"):
-        text = text.replace(noise, {"NoneType": "None"}.get(noise, ""))
-    text = text.split(", FieldInfo")[0] if "FieldInfo" in text else text
-    return text.replace("Literal", "one of ").replace("|", "or")
-
-
-def _yaml_value(value: Any) -> str:
-    if isinstance(value, BaseModel | Path):
-        return str(value)
-    return "`" + yaml.safe_dump(value, default_flow_style=True).replace("\n...\n", "").strip() + "`"
+def _nearest(unknown: str, options: list[str]) -> str:
+    """The option that was probably meant: that name in another section, or a like one, here before elsewhere."""
+    section, _, key = unknown.rpartition(".")
+    names = {option: option.rpartition(".")[2] for option in options}
+    here = [option for option in options if option.rpartition(".")[0] == section]
+    close = [o for o in here if names[o] in difflib.get_close_matches(key, [names[h] for h in here], n=1)]
+    same = [option for option in options if names[option] == key]
+    anywhere = difflib.get_close_matches(unknown, options, n=1, cutoff=0.6)
+    near = (close or same or anywhere)[:1]
+    return f"; did you mean {near[0]}?" if near else "; see docs/config.md"
 
 
 def _first_fault(error: ValidationError) -> str:

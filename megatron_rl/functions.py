@@ -13,7 +13,7 @@ def load_function(name: str, option: str) -> Callable[..., object]:
         UserError: naming the option, when there is no such thing.
     """
     module, _, attribute = name.partition(":")
-    if not attribute:
+    if not (module and attribute):
         raise UserError(f"{option}: {name!r} is neither a known name nor package.module:function")
     try:
         function = getattr(importlib.import_module(module), attribute)

@@ -12,8 +12,9 @@ from megatron_rl.config import Config
 from megatron_rl.config_files import dump_config
 from megatron_rl.data.prompts import load_prompts, load_tokenizer
 from megatron_rl.data.stream import PromptStream
+from megatron_rl.errors import UserError
 from megatron_rl.phases import Phases
-from megatron_rl.resharding.hf_files import write_hf
+from megatron_rl.resharding.hf_files import HfReader, write_hf
 from megatron_rl.rewards.graders import load_grader
 from megatron_rl.rollout.collector import Collector, Rollout
 from megatron_rl.rollout.embedded import EmbeddedEngine
@@ -32,6 +33,7 @@ from megatron_rl.training.checkpoint import (
 )
 from megatron_rl.training.hf_config import read_model_spec
 from megatron_rl.training.model import DTYPES
+from megatron_rl.training.objective import load_loss
 from megatron_rl.training.trainer import Trainer
 
 
@@ -53,7 +55,10 @@ class Run:
         self.data_fingerprint = data.fingerprint
         self.heldout = load_prompts(config.data.eval, tokenizer, config.data).prompts if config.data.eval else ()
         grader = load_grader(config.rewards)
-        vocabulary = min(len(tokenizer), spec.shape.vocab)
+        load_loss(config.algorithm)
+        with HfReader(config.model.path, spec.shape):
+            vocabulary = min(len(tokenizer), spec.shape.vocab)
+        eos = _usable_eos(spec.eos_token_ids, tokenizer.eos_token_id, vocabulary, config)
         self.step = 0
 
         setup.start(config)
@@ -64,7 +69,7 @@ class Run:
         # On a GPU the engine takes its memory first; the trainer fits into what is left.
         self.engine: Engine = EmbeddedEngine(
             config.model.path,
-            eos_token_ids=spec.eos_token_ids or frozenset({tokenizer.eos_token_id}),
+            eos_token_ids=eos,
             vocabulary=vocabulary,
             dtype=DTYPES[config.trainer.dtype],
             max_concurrent=config.rollout.max_concurrent,
@@ -176,3 +181,15 @@ class Run:
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         self._stop_asked = True
+
+
+def _usable_eos(of_model: frozenset[int], of_tokenizer: int | None, vocabulary: int, config: Config) -> frozenset[int]:
+    """The ids that end a response, of those that can be sampled."""
+    ids = of_model or frozenset(() if of_tokenizer is None else (of_tokenizer,))
+    usable = frozenset(token for token in ids if token < vocabulary)
+    if not usable:
+        raise UserError(
+            f"{config.model.path}: no end-of-sequence id among the {vocabulary} ids of the tokenizer (found "
+            f"{sorted(ids)}); set eos_token_id in config.json or generation_config.json"
+        )
+    return usable

@@ -32,7 +32,7 @@ def loss_weights(lengths: Tensor, group_ids: Tensor, *, mode: Normalisation, bud
     """
     lengths = lengths.double()
     trained = lengths > 0
-    responses = trained.sum().clamp(min=1)
+    responses = trained.sum().clamp(min=1).double()
     if mode == "sequence_mean":
         weights = 1 / (responses * lengths)
     elif mode == "token_mean_group":

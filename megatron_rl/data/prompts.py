@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_rl.config import DataConfig
@@ -31,6 +32,8 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     Raises:
         UserError: there is none.
     """
+    if not any((directory / name).exists() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+        raise UserError(f"{directory}: no usable tokenizer (no tokenizer.json)")
     try:
         return AutoTokenizer.from_pretrained(directory)
     except (OSError, ValueError, KeyError) as error:
@@ -91,7 +94,7 @@ def _tokenise(prompt: Any, tokenizer: PreTrainedTokenizerBase, config: DataConfi
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, TemplateError) as error:
             raise UserError(f"{where}: the chat template failed ({error})") from None
         ids = tokenizer(text, add_special_tokens=False).input_ids  # the template writes its own
     elif isinstance(prompt, str):

@@ -67,10 +67,9 @@ def _files(directory: Path) -> list[Path]:
             raise UserError(f"{directory}: neither {_SINGLE} nor {_INDEX} is there")
         return [single]
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+        return sorted({directory / name for name in json.loads(index.read_text())["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index}: not an index of safetensors files ({error!r})") from None
-    return [directory / name for name in names]
 
 
 def write_hf(target: Path, source: Path, tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int = 5 * 10**9) -> None:

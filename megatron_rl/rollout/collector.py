@@ -59,7 +59,7 @@ class Collector:
             ]
             groups = self.sampler.sample(draws, responses=rollout.responses_per_prompt, sampling=sampling)
             sampled += groups
-            kept += [group for group in groups if not dynamic or keep_group(group.graded_scores)]
+            kept += [group for group in groups if self._teaches(group)]
             rounds += 1
         batch = kept[: rollout.prompts_per_step]
         if len(batch) < rollout.prompts_per_step:
@@ -72,6 +72,11 @@ class Collector:
         metrics.add("rollout/groups_kept", len(batch))
         metrics.add("rollout/groups_surplus", len(kept) - len(batch))
         return Rollout(groups=tuple(batch), sampled=tuple(sampled), metrics=metrics)
+
+    def _teaches(self, group: Group) -> bool:
+        """Whether a group is trained on: an advantage compares at least two grades."""
+        scores = group.graded_scores
+        return len(scores) > 1 and (not self.config.algorithm.dynamic_sampling or keep_group(scores))
 
     def _next_draws(self, kept: int, sampled: int) -> int:
         """How many prompts should fill the batch, by the share that was kept so far; never more than a batch."""

@@ -71,6 +71,8 @@ class EmbeddedEngine:
         for name, tensor in tensors:
             if name not in targets:
                 raise RuntimeError(f"update_weights: the engine has no parameter {name}, or got it twice")
+            if tensor.shape != targets[name].shape:  # copy_ would broadcast
+                raise RuntimeError(f"update_weights: {name} is {tuple(tensor.shape)}, not {tuple(targets[name].shape)}")
             targets.pop(name).copy_(tensor)
         if targets:
             raise RuntimeError(f"update_weights: {next(iter(targets))} was not sent")

@@ -29,6 +29,6 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axes.set_xlabel("rollout step")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-        if any(label for _, label in series):
+        if axes.get_legend_handles_labels()[1]:
             axes.legend(fontsize=8)
     figure.savefig(path, dpi=110)

@@ -35,7 +35,7 @@ def make_batch(groups: Many[Group], config: Config) -> TrainBatch:
     )
     untrained = scores.isnan()
     if algorithm.mask_truncated:
-        untrained |= torch.tensor([response.finish_reason == "length" for response in responses])
+        untrained |= torch.tensor([response.finish_reason != "stop" for response in responses])
     trained_lengths = torch.where(untrained, 0, lengths)
 
     updates = []

@@ -63,6 +63,7 @@ def read_model_spec(directory: Path) -> ModelSpec:
     take.require("hidden_act", "silu")
     take.require("attention_dropout", 0.0)
     take.require("use_sliding_window", False)
+    take.require("use_mrope", False)
     take("sliding_window", None)  # means nothing while use_sliding_window is false
     if set(take("layer_types", None) or ()) - {"full_attention"}:
         raise UserError(f"{where}: layer_types: only full_attention is implemented")
@@ -117,8 +118,11 @@ def _eos_token_ids(config: dict[str, Any], directory: Path) -> frozenset[int]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        fields = json.loads(path.read_text())
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; model.path is a Hugging Face model directory") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
+    if not isinstance(fields, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return fields

@@ -1,5 +1,6 @@
 """The objective of one micro-batch: `sum_t w_t l_t`, with the loss that the config names."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import cast
@@ -9,13 +10,22 @@ from torch import Tensor
 
 from megatron_rl.algorithms.losses import LOSSES, LossInputs, LossOutput, Metrics, masked_mean
 from megatron_rl.config import AlgorithmConfig
+from megatron_rl.errors import UserError
 from megatron_rl.functions import load_function
 from megatron_rl.types import MicroBatch
 
 
 def load_loss(algorithm: AlgorithmConfig) -> Callable[[LossInputs], LossOutput]:
-    """The loss function with its keyword arguments bound."""
+    """The loss function with its keyword arguments bound.
+
+    Raises:
+        UserError: there is no such function, or it doesn't take these arguments.
+    """
     function = LOSSES.get(algorithm.loss) or load_function(algorithm.loss, "algorithm.loss")
+    try:
+        inspect.signature(function).bind(None, **algorithm.loss_kwargs)
+    except TypeError as error:
+        raise UserError(f"algorithm.loss_kwargs: {algorithm.loss}: {error}") from None
     return cast(Callable[[LossInputs], LossOutput], partial(function, **algorithm.loss_kwargs))
 
 

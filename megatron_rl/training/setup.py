@@ -2,9 +2,7 @@
 
 import datetime
 import inspect
-import logging
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -50,8 +48,6 @@ def check_layout(config: Config, shape: Shape, world_size: int) -> None:
 
 def start(config: Config) -> None:
     """Join the process group that torchrun describes (or a world of one) and set up Megatron's parallel state."""
-    warnings.filterwarnings("ignore", module=r"megatron\..*")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
     cpu.install()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -59,7 +55,7 @@ def start(config: Config) -> None:
     if cpu.has_cuda():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     timeout = datetime.timedelta(seconds=config.collective_timeout_s)
-    if dist.is_torchelastic_launched():
+    if "RANK" in os.environ:
         dist.init_process_group(cpu.backend(), timeout=timeout)
     else:
         dist.init_process_group(cpu.backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

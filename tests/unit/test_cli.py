@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl import cli, local_launch
-from megatron_rl.config_files import describe_options, load_config
+from megatron_rl.config_docs import describe_options
+from megatron_rl.config_files import load_config
 from megatron_rl.demo.task import build_tokenizer
 from megatron_rl.training import setup
 from tests.unit.tiny import qwen2_config

@@ -121,3 +121,20 @@ def test_figures_of_sampled_groups() -> None:
     assert (values["eval/truncated"], values["eval/ungraded"]) == (2 / 7, 1 / 7)
     assert (values["eval/mixed_groups"], values["eval/all_right_groups"]) == (1 / 3, 1 / 3)
     assert (values["eval/samples"], values["eval/tokens"]) == (7, 32)
+
+
+class LoneGrades(Scripted):
+    """The same, but in each round the first group has one graded response only."""
+
+    def sample(self, draws: Sequence[Draw], *, responses: int, sampling: Sampling) -> list[Group]:
+        groups = super().sample(draws, responses=responses, sampling=sampling)
+        return [graded_group(9, [float("nan"), 1.0, float("nan")], [2, 3, 4]), *groups[1:]]
+
+
+@pytest.mark.parametrize(("dynamic", "expected"), [(False, 2), (True, 3)])
+def test_a_group_with_one_grade_teaches_nothing(dynamic: bool, expected: int) -> None:
+    one, _ = collector([2] * 9, dynamic=dynamic)
+    one.sampler = LoneGrades([2] * 9)  # type: ignore[assignment]
+    rollout = one.collect(step=1)
+    assert len(rollout.groups) == expected
+    assert all(len(group.graded_scores) == 4 for group in rollout.groups)

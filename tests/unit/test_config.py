@@ -6,7 +6,8 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from megatron_rl.config import Config
-from megatron_rl.config_files import describe_options, dump_config, load_config
+from megatron_rl.config_docs import describe_options
+from megatron_rl.config_files import dump_config, load_config
 from megatron_rl.errors import UserError
 from megatron_rl.presets import PRESETS
 from tests.unit.tiny import run_config
@@ -314,8 +315,8 @@ def test_every_option_and_every_section_has_a_text() -> None:
 
 def test_the_table_of_options_has_a_row_for_each_with_its_default_and_text() -> None:
     table = describe_options()
-    assert "| `rollout.temperature` | float | `1.0` | Divides the logits, in engine and trainer alike. |" in table
-    assert "| `steps` | int | required | Rollout steps. |" in table
+    assert "| `rollout.temperature` | number | `1.0` | Divides the logits, in engine and trainer alike. |" in table
+    assert "| `steps` | integer | required | Rollout steps. |" in table
     rows = [line for line in table.splitlines() if line.startswith("| `")]
     assert len(rows) == sum(
         not (isinstance(option.annotation, type) and issubclass(option.annotation, BaseModel))

@@ -172,13 +172,13 @@ def test_metrics_are_token_sums() -> None:
 
 
 def test_losses_of_another_shape_are_refused() -> None:
-    (batch,) = micro_batches(sequences()[:1], 2)
+    (batch,) = micro_batches(sequences()[:2], 2)
     logprobs = logprobs_of(batch)
 
     def scalar(inputs: LossInputs) -> LossOutput:
         return LossOutput(losses=inputs.logprobs.sum())
 
-    with pytest.raises(ValueError, match=r"returned \(\) losses for \(4,\) tokens"):
+    with pytest.raises(ValueError, match=r"returned \(\) losses for \(12,\) tokens"):
         objective(scalar, batch, logprobs, torch.zeros_like(logprobs), None)
 
 
