@@ -198,7 +198,7 @@ class EvaluationConfig(Section):
 class CheckpointConfig(Section):
     """What a run leaves to be resumed from."""
 
-    every: Positive | None = None
+    every: Positive | None = 20
     """Rollout steps between checkpoints; one is always written at the end and when the run is asked to stop."""
 
     keep: Positive = 2

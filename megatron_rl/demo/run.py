@@ -92,7 +92,7 @@ def _show(rows: list[dict[str, Any]], run_dir: Path, *, base_seconds: float, tra
         ("length of wrong answers, tokens", "eval/length_wrong", "{:.1f}"),
     ):
         table.add_row(name, *(_figure(row.get(key), form) for row in (before, after)))
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     console.print(table)
     phases = {
         name: sum(row.get(f"seconds/{name}", 0.0) for row in rows)

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -89,7 +90,8 @@ def write_hf(target: Path, source: Path, tensors: Iterable[tuple[str, Tensor]], 
     for pattern in _CARRIED:
         for file in source.glob(pattern):
             shutil.copy2(file, partial / file.name)
-    files, total = _write_weights(partial, tensors, max_bytes)
+    files, total, dtype = _write_weights(partial, tensors, max_bytes)
+    _set_dtype(partial / "config.json", dtype)
     if len(files) == 1:
         (partial / files[0][0]).rename(partial / _SINGLE)
     else:
@@ -104,9 +106,18 @@ def write_hf(target: Path, source: Path, tensors: Iterable[tuple[str, Tensor]], 
     partial.rename(target)
 
 
+def _set_dtype(config: Path, dtype: torch.dtype) -> None:
+    """Let config.json say what the weights are, or a reader would round them to what they were."""
+    if config.exists():
+        fields = json.loads(config.read_text())
+        fields.pop("torch_dtype", None)  # the older name
+        fields["dtype"] = str(dtype).removeprefix("torch.")
+        config.write_text(json.dumps(fields, indent=2) + "\n")
+
+
 def _write_weights(
     directory: Path, tensors: Iterable[tuple[str, Tensor]], max_bytes: int
-) -> tuple[list[tuple[str, list[str]]], int]:
+) -> tuple[list[tuple[str, list[str]]], int, torch.dtype]:
     files: list[tuple[str, list[str]]] = []
     held: dict[str, Tensor] = {}
     total = 0
@@ -123,5 +134,6 @@ def _write_weights(
             flush()
         held[name] = tensor.detach().to("cpu", copy=True).contiguous()
         total += size
+    dtype = next(iter(held.values())).dtype
     flush()
-    return files, total
+    return files, total, dtype

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megatron_rl.algorithms.filters import keep_group
 from megatron_rl.config import Config
 from megatron_rl.data.stream import PromptStream
+from megatron_rl.errors import UserError
 from megatron_rl.rollout.engine import Sampling
 from megatron_rl.rollout.sampler import Draw, GroupSampler
 from megatron_rl.telemetry.metrics import MeanMetrics
@@ -61,6 +62,11 @@ class Collector:
             sampled += groups
             kept += [group for group in groups if self._teaches(group)]
             rounds += 1
+        if not any(group.graded_scores for group in sampled):
+            raise UserError(
+                f"rewards.grader: step {step}: none of {len(sampled)} groups could be graded (its failures are above); "
+                "the run stops, its last checkpoint stays"
+            )
         batch = kept[: rollout.prompts_per_step]
         if len(batch) < rollout.prompts_per_step:
             self.warn(

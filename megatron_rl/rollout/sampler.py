@@ -30,6 +30,7 @@ class GroupSampler:
 
     def __init__(self, engine: Engine, grader: Grader, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
         self.engine, self.grader, self.tokenizer, self.seed = engine, grader, tokenizer, seed
+        self._failures_said: set[str] = set()
 
     def sample(self, draws: Sequence[Draw], *, responses: int, sampling: Sampling) -> list[Group]:
         """One group for each draw, in the order of `draws`. A collective over all ranks.
@@ -66,6 +67,10 @@ class GroupSampler:
         try:
             score = float(self.grader(prompt, text, response.finish_reason == "stop"))
         except Exception as error:  # a user's function; its failure is an ungraded answer, not the end of the run
-            log.warning("grader failed on prompt %d: %r; the answer counts as ungraded", prompt.index, error)
             score = math.nan
+            if repr(error) not in self._failures_said:  # each kind once: it may fail on every answer of the run
+                self._failures_said.add(repr(error))
+                log.warning(
+                    "the grader failed on the prompt of row %d: %r; such answers are ungraded", prompt.index, error
+                )
         return Graded(response=response, text=text, score=score)
