@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_rl.resharding.names import Entry, Shape, parameters, pieces, shard_shape, stage_of
-from megatron_rl.training.model import named_shards
+from megatron_rl.resharding.shards import named_shards
 
 
 @torch.no_grad()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,7 +11,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.config import TrainerConfig
 from megatron_rl.resharding.hf_files import HfReader
-from megatron_rl.resharding.names import Entry, Shape, entries, pieces
+from megatron_rl.resharding.names import Shape, pieces
+from megatron_rl.resharding.shards import named_shards
 from megatron_rl.training import cpu
 from megatron_rl.training.hf_config import ModelSpec
 from megatron_rl.training.layers import local_block_spec
@@ -83,7 +82,7 @@ def build_model(spec: ModelSpec, trainer: TrainerConfig) -> GPTModel:
         layers = get_gpt_layer_with_transformer_engine_spec()
     else:
         layers = local_block_spec(config)
-    return GPTModel(
+    model = GPTModel(
         config,
         layers,
         vocab_size=spec.shape.padded_vocab(trainer.tensor_parallel_size),
@@ -95,33 +94,23 @@ def build_model(spec: ModelSpec, trainer: TrainerConfig) -> GPTModel:
         position_embedding_type="rope",
         rotary_base=spec.rope_theta,
     ).to(cpu.device())
+    _mark_split_parameters(model, spec.shape)
+    return model
 
 
-@dataclass(frozen=True)
-class NamedShard:
-    """A parameter of this rank with its line in the table."""
+def _mark_split_parameters(model: GPTModel, shape: Shape) -> None:
+    """Say which parameters are split over TP and which are copies: the norm of the gradient counts copies once.
 
-    entry: Entry
-    layer: int
-    parameter: torch.nn.Parameter
-
-
-def named_shards(model: GPTModel, shape: Shape) -> Iterator[NamedShard]:
-    """Every parameter of this rank, in the order of `names.parameters`.
-
-    Raises:
-        KeyError: the model has a parameter that the table doesn't know.
+    Megatron does it while it initialises weights, which we leave out; unmarked, the parts on TP ranks above 0 would be
+    missing from the norm, and clipping would depend on the layout.
     """
-    table = {name: entry for entry in entries(shape) for name in (entry.megatron, entry.te) if name}
-    if shape.tied:  # with PP, the last stage keeps a copy of the embedding under this name
-        table["output_layer.weight"] = table["embedding.word_embeddings.weight"]
-    offset = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
-    for name, parameter in model.named_parameters():
-        generic, layer = name, -1
-        if name.startswith("decoder.layers."):
-            number, rest = name.removeprefix("decoder.layers.").split(".", 1)
-            generic, layer = "decoder.layers.{layer}." + rest, int(number) + offset
-        yield NamedShard(table[generic], layer, parameter)
+    for shard in named_shards(model, shape):
+        for attribute, value in (
+            ("tensor_model_parallel", shard.entry.fusion != "whole"),
+            ("partition_dim", 1 if shard.entry.fusion == "columns" else 0),
+            ("partition_stride", 1),
+        ):
+            setattr(shard.parameter, attribute, value)
 
 
 @torch.no_grad()
@@ -137,10 +126,3 @@ def load_hf_weights(model: GPTModel, shape: Shape, directory: Path) -> None:
             shard.parameter.zero_()
             for piece in pieces(shard.entry, shard.layer, shape, tp_rank, tp_size):
                 shard.parameter[piece.shard_rows].copy_(reader.read(piece.hf, piece.index))
-
-
-def unwrap(model: torch.nn.Module) -> GPTModel:
-    """The GPTModel inside DDP and Float16Module."""
-    while hasattr(model, "module"):
-        model = model.module  # type: ignore[assignment]
-    return model

@@ -30,6 +30,7 @@ from megatron_rl.training.logprobs import token_logprobs
 from megatron_rl.training.model import build_model, load_hf_weights
 from megatron_rl.training.objective import load_loss, objective
 from megatron_rl.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from megatron_rl.training.reduction import reduce_metrics
 from megatron_rl.types import MicroBatch, Sequence, TrainBatch
 
 
@@ -96,7 +97,7 @@ class Trainer:
             total, metrics = objective(self.loss, batch, logprobs, entropies, old)
             return total, torch.zeros((), dtype=torch.int), metrics
 
-        metrics = MeanMetrics.reduced(self._run(share, loss_of, forward_only=False))
+        metrics = reduce_metrics(self._run(share, loss_of, forward_only=False))
         total, _ = metrics.pairs["loss/objective"]
         metrics.pairs["loss/objective"] = (total, 1.0)  # a sum over the step, not a mean over micro-batches
         return metrics

@@ -114,6 +114,18 @@ def test_after_every_update_the_engine_equals_the_trainer(launched: Launch, layo
 
 @each_kind
 @each_layout
+def test_the_norm_that_gradients_are_clipped_by_equals_one_process(launched: Launch, layout: str, kind: str) -> None:
+    def norms(rank: dict[str, Any]) -> list[float]:
+        return [round_["grad_norm"] for round_ in rank[kind]["engine"]]
+
+    reference = norms(launched("single")[0])
+    for rank in launched(layout):
+        assert norms(rank)[0] == pytest.approx(reference[0], rel=1e-4)  # a mean over two optimizer steps
+        assert norms(rank) == pytest.approx(reference, rel=2e-2)  # later weights agree as Adam lets them
+
+
+@each_kind
+@each_layout
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_resumed_trainer_goes_on_as_if_it_never_stopped(
     launched: Launch, layout: str, kind: str, sharded: bool
