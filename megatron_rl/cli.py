@@ -90,7 +90,7 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)
 

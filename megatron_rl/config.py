@@ -120,7 +120,7 @@ class AlgorithmConfig(Section):
     """Per-token loss: `ppo_clip`, or `package.module:function` (`LossInputs` to `LossOutput`, see
     megatron_rl/algorithms/losses.py)."""
 
-    loss_kwargs: dict[str, float | None] = {}
+    loss_kwargs: dict[str, bool | int | float | str | None] = {}
     """Keyword arguments of the loss: for `ppo_clip` clip_low, clip_high, dual_clip."""
 
     dynamic_sampling: bool = False
@@ -256,6 +256,8 @@ class Config(Section):
                 f"algorithm.soft_overlong.buffer ({algorithm.soft_overlong.buffer}) is longer than "
                 f"rollout.max_response_tokens ({rollout.max_response_tokens}); lower it or set soft_overlong to null"
             )
+        if self.rewards.wrong >= self.rewards.right:
+            raise ValueError(f"rewards.wrong ({self.rewards.wrong}) must be below rewards.right ({self.rewards.right})")
         if rollout.responses_per_prompt == 1:
             raise ValueError(
                 "rollout.responses_per_prompt: a group of one has no advantage (it is its own mean); set 2 or more"

@@ -1,40 +1,82 @@
-"""Start several local processes of one command, as torchrun does, and pass on how they ended."""
+"""Start several local processes of one command, and pass on how they ended.
 
-import logging
+torchrun's agent would do, but for stopping: it kills its workers 30 seconds after it was asked to stop, saved or not,
+and its own exit code says nothing of theirs.
+"""
+
+import ctypes
 import os
+import signal
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from types import FrameType
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-STOPPED = 75
+GRACE_S = 20.0
+"""How long the others may take to end by themselves after one has failed; they wait for it in a collective."""
 
 
 def launch_local(processes: int, arguments: Sequence[str]) -> int:
     """Run `python -m megatron_rl ARGUMENTS` in `processes` processes of one process group.
 
+    SIGTERM or SIGINT (Ctrl-C) is passed on as SIGTERM: the run saves after its step and ends with 75. If this process
+    is killed, the kernel sends its children SIGTERM.
+
     Returns:
-        The exit code: 0, that of the first process that failed (128 + n for signal n), or 75 when this process was
-        asked to stop and told its children so.
+        The exit code: 0, or that of the first process that failed (128 + n for signal n).
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its report hides the error above it
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id=f"megatron_rl_{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        max_restarts=0,
-    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-m", "megatron_rl", *arguments],
+            env={
+                **os.environ,
+                **{key: str(value) for key, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()},
+                "OMP_NUM_THREADS": threads,
+            },
+            start_new_session=True,  # Ctrl-C in a terminal comes to us alone
+            preexec_fn=_stop_with_parent,
+        )
+        for rank in range(processes)
+    ]
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        for child in children:
+            child.send_signal(signal.SIGTERM)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        elastic_launch(config, sys.executable)("-m", "megatron_rl", *arguments)
-    except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
-    except SignalException:
-        return STOPPED
-    return 0
+        return _wait(children)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(children: Sequence["subprocess.Popen[bytes]"]) -> int:
+    """Wait for all; after the first failure the others get `GRACE_S`, then they are killed."""
+    first, deadline = 0, float("inf")
+    while any(child.poll() is None for child in children):
+        for child in children:
+            if child.returncode and not first:
+                first, deadline = child.returncode, time.monotonic() + GRACE_S
+        if time.monotonic() > deadline:
+            for child in children:
+                child.kill()
+        time.sleep(0.05)
+    first = first or next((child.returncode for child in children if child.returncode), 0)
+    return first if first >= 0 else 128 - first
+
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)  # before any fork: loading it in a child of a process with threads could hang
+
+
+def _stop_with_parent() -> None:
+    """In the child: SIGTERM when the parent dies, however it dies."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from types import FrameType, TracebackType
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -20,10 +22,11 @@ from megatron_rl.rollout.collector import Collector, Rollout
 from megatron_rl.rollout.embedded import EmbeddedEngine
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.sampler import GroupSampler
+from megatron_rl.stopping import StopWish
 from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.telemetry.progress import Progress
 from megatron_rl.telemetry.writer import RunWriter
-from megatron_rl.training import setup
+from megatron_rl.training import cpu, setup
 from megatron_rl.training.checkpoint import (
     RunState,
     latest_checkpoint,
@@ -32,9 +35,12 @@ from megatron_rl.training.checkpoint import (
     save_checkpoint,
 )
 from megatron_rl.training.hf_config import read_model_spec
-from megatron_rl.training.model import DTYPES
+from megatron_rl.training.model import DTYPES, uses_transformer_engine
 from megatron_rl.training.objective import load_loss
 from megatron_rl.training.trainer import Trainer
+from megatron_rl.types import Prompt
+
+T = TypeVar("T")
 
 
 class Run:
@@ -53,20 +59,22 @@ class Run:
         tokenizer = load_tokenizer(config.model.path)
         data = load_prompts(config.data.train, tokenizer, config.data)
         self.data_fingerprint = data.fingerprint
-        self.heldout = load_prompts(config.data.eval, tokenizer, config.data).prompts if config.data.eval else ()
+        heldout = load_prompts(config.data.eval, tokenizer, config.data) if config.data.eval else None
+        self.heldout = heldout.prompts if heldout else ()
         grader = load_grader(config.rewards)
         load_loss(config.algorithm)
         with HfReader(config.model.path, spec.shape):
-            vocabulary = min(len(tokenizer), spec.shape.vocab)
+            vocabulary = min(max(tokenizer.get_vocab().values()) + 1, spec.shape.vocab)
+        _check_positions(spec.max_positions, (*data.prompts, *self.heldout), config)
         eos = _usable_eos(spec.eos_token_ids, tokenizer.eos_token_id, vocabulary, config)
         self.step = 0
 
         setup.start(config)
         self.leader = dist.get_rank() == 0
         self.progress = Progress(config.steps, quiet=not self.leader)
-        if data.skipped:
-            self.progress.say(f"{config.data.train}: {data.skipped} prompts over data.max_prompt_tokens were skipped")
-        # On a GPU the engine takes its memory first; the trainer fits into what is left.
+        for path, prompts in ((config.data.train, data), (config.data.eval, heldout)):
+            if prompts and prompts.skipped:
+                self.progress.say(f"{path}: {prompts.skipped} prompts over data.max_prompt_tokens were skipped")
         self.engine: Engine = EmbeddedEngine(
             config.model.path,
             eos_token_ids=eos,
@@ -74,17 +82,23 @@ class Run:
             dtype=DTYPES[config.trainer.dtype],
             max_concurrent=config.rollout.max_concurrent,
         )
-        self.engine.start()
         self.phases = Phases(self.engine)
-        self.trainer = Trainer(config, spec, vocabulary)
         self.sampler = GroupSampler(self.engine, grader, tokenizer, config.seed)
         self.stream = PromptStream(data.prompts, config.seed)
         self.collector = Collector(self.sampler, self.stream, config, self.progress.say)
         self.writer: RunWriter | None = None
-        self._stop_asked = False
         self._saved_step = 0
-        self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
-        self.progress.say(f"started {dist.get_world_size()} ranks in {time.perf_counter() - begun:.1f}s")
+        with ExitStack() as started:
+            started.callback(self.engine.stop)
+            # On a GPU the engine takes its memory first and gives it back; then the trainer allocates.
+            self.engine.start()
+            self.engine.sleep()
+            self.trainer = Trainer(config, spec, vocabulary)
+            self._stop_wish = started.enter_context(StopWish())
+            self._started = started.pop_all()
+        layers = "Transformer Engine" if uses_transformer_engine() else "local"
+        seconds = time.perf_counter() - begun
+        self.progress.say(f"{dist.get_world_size()} ranks on {cpu.device().type}, {layers} layers, {seconds:.1f}s")
 
     def __enter__(self) -> Run:
         return self
@@ -92,8 +106,7 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        signal.signal(signal.SIGTERM, self._old_handler)
-        self.engine.stop()
+        self._started.close()
         if self.writer:
             self.writer.close()
         if error is None:
@@ -101,7 +114,7 @@ class Run:
 
     def resume(self) -> None:
         """Go on from the newest checkpoint of the run directory, if there is one, and open the run's files."""
-        newest = latest_checkpoint(self.config)
+        newest = self._from_leader(latest_checkpoint(self.config))  # one choice, whatever each node sees of the disk
         if newest is not None:
             state = read_run_state(newest, self.config, self.data_fingerprint)
             load_checkpoint(newest, self.trainer, state)
@@ -114,13 +127,17 @@ class Run:
             self.writer = RunWriter(self.config, self.step)
 
     def asked_to_stop(self) -> bool:
-        """Rank 0's decision, at the boundary between two steps; if it is to stop, the step is saved. A collective."""
-        decision = [self._stop_asked]
-        dist.broadcast_object_list(decision, src=0)
-        if decision[0]:
-            self.progress.say(f"asked to stop: saving after step {self.step}")
-            self.save()
-        return decision[0]
+        """Rank 0's decision, at the boundary between two steps. A collective."""
+        stop = self._from_leader(self._stop_wish.asked)
+        if stop:
+            self.progress.say(f"asked to stop after step {self.step}; start the same command again to go on")
+        return stop
+
+    def _from_leader(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
+        message = [value]
+        dist.broadcast_object_list(message, src=0)
+        return message[0]
 
     def finish_step(self, step: int, rollout: Rollout, metrics: MeanMetrics) -> None:
         """Count the step as done and write down what happened in it."""
@@ -135,7 +152,7 @@ class Run:
 
     def log_evaluation(self, metrics: MeanMetrics) -> None:
         """Write down an evaluation of the current weights."""
-        metrics.add("seconds/evaluation", sum(self.phases.take_seconds().values()))
+        metrics.add("seconds/evaluation", self.phases.take_seconds().get("rollout", 0.0))
         if self.writer:
             self.writer.log(self.step, metrics.values())
             self.progress.evaluation(self.step, metrics.values())
@@ -179,8 +196,15 @@ class Run:
                 continue
         self.progress.say(f"exported {target}")
 
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        self._stop_asked = True
+
+def _check_positions(positions: int | None, prompts: Sequence[Prompt], config: Config) -> None:
+    longest = max(len(prompt.ids) for prompt in prompts)
+    budget = config.rollout.max_response_tokens
+    if positions is not None and longest + budget > positions:
+        raise UserError(
+            f"rollout.max_response_tokens: {budget} after a prompt of {longest} tokens is more than the {positions} "
+            f"positions of the model (max_position_embeddings); lower it or data.max_prompt_tokens"
+        )
 
 
 def _usable_eos(of_model: frozenset[int], of_tokenizer: int | None, vocabulary: int, config: Config) -> frozenset[int]:

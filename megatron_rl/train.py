@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_rl.config import Config
 from megatron_rl.evaluation.heldout import evaluate
+from megatron_rl.resharding.sync import push_weights
 from megatron_rl.run import Run
 from megatron_rl.training.batch import make_batch
 
@@ -20,7 +21,10 @@ def train(config: Config) -> bool:
         if run.step == 0:
             evaluate_heldout(run)
 
-        while run.step < config.steps and not run.asked_to_stop():
+        while run.step < config.steps:
+            if run.asked_to_stop():
+                run.save()
+                return False
             step = run.step + 1
 
             with run.phases.enter("rollout"):  # prompts → responses → rewards → groups kept
@@ -40,15 +44,14 @@ def train(config: Config) -> bool:
             if run.checkpoint_due():
                 run.save()
 
-        if run.step == config.steps:
-            run.export()
-        return run.step == config.steps
+        run.export()
+        return True
 
 
 def sync_weights(run: Run) -> None:
     """Trainer's layout → engines' layout."""
     with run.phases.enter("sync"):
-        run.engine.update_weights(run.trainer.hf_weights(), version=run.trainer.updates_done)
+        push_weights(run.trainer.model, run.trainer.spec.shape, run.engine, version=run.trainer.updates_done)
 
 
 def evaluate_heldout(run: Run) -> None:

@@ -14,7 +14,7 @@ class Prompt:
     """A prompt, rendered and tokenised once; its ids are all that engines and trainer ever see of it."""
 
     index: int
-    """Its row in the data set."""
+    """Its line in the file, counted from 1."""
 
     text: str
     """As rendered."""
@@ -42,8 +42,8 @@ class Response:
     finish_reason: FinishReason
     """`stop` (an end-of-sequence token was sampled), `length` (cut off at the budget), `abort`."""
 
-    weight_version: int
-    """Optimizer steps behind the weights it was sampled with."""
+    weight_versions: tuple[int, ...]
+    """Of each token: optimizer steps behind the weights it was sampled with."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 
 def keep_group(accuracies: Sequence[float]) -> bool:
-    """Whether a group teaches something: 0 < correct < G (DAPO, eq. 11), on the unshaped outcomes.
+    """Whether a group teaches something: its unshaped outcomes differ; for outcomes of 0 and 1, 0 < correct < G.
+
+    DAPO (Yu et al., 2025), eq. 11.
 
     Args:
         accuracies: the graded outcomes of one group; 1 is right, an ungraded response is left out.

@@ -7,7 +7,6 @@ averages: the caller multiplies by the weights of `weights.py` and sums. Name on
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,10 +32,10 @@ class LossInputs:
     """The advantage of the token's response."""
 
     mask: Tensor
-    """bool: tokens that are trained. The values of other tokens are arbitrary and must not reach the result."""
+    """bool: tokens that are trained. Log-probabilities of other tokens are 0; nothing of them reaches the result."""
 
     response_ids: Tensor
-    """int64: which response of the micro-batch the token belongs to; −1 for padding."""
+    """int64: which response of the micro-batch the token belongs to; −1 outside the mask."""
 
     sequence_sum: Callable[[Tensor], Tensor]
     """`[tokens]` to `[tokens]`: at each token the sum over the trained tokens of its response, whole under CP."""
@@ -53,12 +52,6 @@ class LossOutput:
     """Extra metrics, as (sum, weight)."""
 
 
-class Loss(Protocol):
-    """The signature of a loss function; keyword arguments come from `algorithm.loss_kwargs`."""
-
-    def __call__(self, inputs: LossInputs, **kwargs: float) -> LossOutput: ...
-
-
 def ppo_clip(
     inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
 ) -> LossOutput:
@@ -71,7 +64,7 @@ def ppo_clip(
         dual_clip: c > 1: for A < 0 the objective is at least c·A (Ye et al., 2020).
     """
     advantages = inputs.advantages
-    ratio = torch.where(inputs.mask, inputs.logprobs - inputs.old_logprobs, 0.0).exp()
+    ratio = (inputs.logprobs - inputs.old_logprobs).exp()
     free, clipped = ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     objective = torch.minimum(free, clipped)
     if dual_clip is not None:

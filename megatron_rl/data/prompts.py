@@ -23,7 +23,7 @@ class PromptSet:
     """Prompts over the limit that were left out."""
 
     fingerprint: str
-    """SHA-256 of the file: which data a run was made with."""
+    """SHA-256 of their token ids and answers: which data a run was made with."""
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
@@ -71,7 +71,8 @@ def load_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, config: DataCon
     if not prompts:
         why = f"all {len(overlong)} are over data.max_prompt_tokens" if overlong else "the file is empty"
         raise UserError(f"{path}: no prompts: {why}")
-    return PromptSet(tuple(prompts), len(overlong), hashlib.sha256(raw).hexdigest())
+    content = json.dumps([(prompt.ids, prompt.answer) for prompt in prompts])
+    return PromptSet(tuple(prompts), len(overlong), hashlib.sha256(content.encode()).hexdigest())
 
 
 def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
@@ -100,7 +101,7 @@ def _tokenise(prompt: Any, tokenizer: PreTrainedTokenizerBase, config: DataConfi
     elif isinstance(prompt, str):
         ids = tokenizer(prompt).input_ids
     else:
-        raise UserError(f"{where}: `prompt` is a list of messages; set data.chat_template=true")
+        raise UserError(f"{where}: `prompt` is not a string; for a list of chat messages set data.chat_template=true")
     if not ids:
         raise UserError(f"{where}: the prompt has no tokens")
     return tuple(ids)

@@ -22,6 +22,7 @@ LAYOUTS: dict[str, list[str]] = {
     "dp2": ["trainer.tensor_parallel_size=1", "trainer.pipeline_parallel_size=1"],
 }
 PROCESSES = 2
+_PHASES = ("rollout", "train", "sync", "evaluation")
 HELDOUT, TRAINING = 256, 8000
 """Problems: 256 × 16 samples measure a share to about ±0.01; 8,000 are more than a run draws."""
 
@@ -81,29 +82,26 @@ def _unfinished(run_dir: Path) -> Path:
 
 
 def _show(rows: list[dict[str, Any]], run_dir: Path, *, base_seconds: float, train_seconds: float) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    spent = {name: sum(row.get(f"seconds/{name}", 0.0) for row in rows) for name in _PHASES}
+    rest = train_seconds - sum(spent.values())
+    parts = "  ".join(f"{name} {seconds:.0f}s" for name, seconds in spent.items())
+    console.print(f"seconds: base model {base_seconds:.0f}s  {parts}  starting, saving and the rest {rest:.0f}s")
+    console.print(f"run directory: {run_dir}  (config.yaml, metrics.jsonl, samples/, checkpoints/, hf/, curves.png)")
     evaluations = [row for row in rows if "eval/accuracy" in row]
+    if not evaluations:
+        return  # an override took the held-out problems away
     before, after = evaluations[0], evaluations[-1]
-    table = Table(title=f"held-out problems: {HELDOUT}, 16 samples each")
+    table = Table(title=f"{before['eval/samples']:.0f} answers to {HELDOUT} held-out problems")
     for column in ("", f"before (step {before['step']})", f"after (step {after['step']})"):
         table.add_column(column, justify="left" if not column else "right")
     for name, key, form in (
-        ("accuracy (avg@16)", "eval/accuracy", "{:.3f}"),
+        ("accuracy", "eval/accuracy", "{:.3f}"),
         ("length of right answers, tokens", "eval/length_right", "{:.1f}"),
         ("length of wrong answers, tokens", "eval/length_wrong", "{:.1f}"),
     ):
         table.add_row(name, *(_figure(row.get(key), form) for row in (before, after)))
-    console = Console(highlight=False, soft_wrap=True)
     console.print(table)
-    phases = {
-        name: sum(row.get(f"seconds/{name}", 0.0) for row in rows)
-        for name in ("rollout", "train", "sync", "evaluation")
-    }
-    rest = train_seconds - sum(phases.values())
-    spent = "  ".join(f"{name} {seconds:.0f}s" for name, seconds in phases.items())
-    console.print(
-        f"seconds: base model {base_seconds:.0f}s  {spent}  starting processes, saving and the rest {rest:.0f}s"
-    )
-    console.print(f"run directory: {run_dir}  (config.yaml, metrics.jsonl, samples/, checkpoints/, hf/, curves.png)")
     console.print(f"held-out accuracy: {before['eval/accuracy']:.2f} -> {after['eval/accuracy']:.2f}")
 
 

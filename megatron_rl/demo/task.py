@@ -6,7 +6,6 @@ scratch to write is the model's choice: a guess at once (`#7`) is right one time
 """
 
 import json
-import os
 import random
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -14,6 +13,8 @@ from pathlib import Path
 
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+
+from megatron_rl.files import replace_text
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 PAD_ID, BOS_ID, EOS_ID = range(3)
@@ -137,10 +138,4 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def write_jsonl(path: Path, problems: Iterable[Problem]) -> None:
     """Writes one `{"prompt": ..., "answer": ...}` a line; `path` appears, or is replaced, only once complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(asdict(problem)) + "\n" for problem in problems)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    replace_text(path, "".join(json.dumps(asdict(problem)) + "\n" for problem in problems))

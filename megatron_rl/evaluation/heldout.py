@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from megatron_rl.config import Config
-from megatron_rl.rollout.collector import EVALUATION_STREAM, sampling_metrics
 from megatron_rl.rollout.engine import Sampling
-from megatron_rl.rollout.sampler import Draw, GroupSampler
+from megatron_rl.rollout.figures import sampling_metrics
+from megatron_rl.rollout.sampler import EVALUATION_STREAM, Draw, GroupSampler
 from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.types import Prompt
 
@@ -19,6 +19,10 @@ def evaluate(sampler: GroupSampler, prompts: Sequence[Prompt], config: Config) -
         `eval/accuracy` (avg@k), `eval/length`, `eval/length_right`, `eval/length_wrong`, ...
     """
     draws = [Draw(place=(EVALUATION_STREAM, 0, row), prompt=prompt) for row, prompt in enumerate(prompts)]
-    sampling = Sampling(max_tokens=config.rollout.max_response_tokens, temperature=config.evaluation.temperature)
-    groups = sampler.sample(draws, responses=config.evaluation.samples_per_prompt, sampling=sampling)
+    groups = sampler.sample(
+        draws,
+        responses=config.evaluation.samples_per_prompt,
+        max_tokens=config.rollout.max_response_tokens,
+        sampling=Sampling(temperature=config.evaluation.temperature),
+    )
     return sampling_metrics(groups, "eval")

@@ -27,8 +27,8 @@ def gather_hf(
         read: what of each parameter is gathered (its data, its gradient, ...); same dtype everywhere.
 
     Yields:
-        (HF name, tensor on this rank's device), in forward order, each rank the same. Memory holds one Megatron
-        parameter at a time.
+        (HF name, tensor on this rank's device), in forward order, each rank the same. Memory holds one
+        parameter at a time, twice: its shards and what is made of them.
     """
     mine = {(shard.entry.megatron, shard.layer): shard.parameter for shard in named_shards(model, shape)}
     tp_size, pp_size = mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size()

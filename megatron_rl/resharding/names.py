@@ -138,12 +138,20 @@ _LAYER = "decoder.layers.{layer}."
 _HF_LAYER = "model.layers.{layer}."
 _HF_ATTENTION = _HF_LAYER + "self_attn."
 
+EMBEDDING = Entry(
+    megatron="embedding.word_embeddings.weight",
+    hf=(_hf("model.embed_tokens.weight", "vocab", "hidden"),),
+    fusion="vocabulary",
+)
+OUTPUT = Entry(
+    megatron="output_layer.weight",
+    hf=(_hf("lm_head.weight", "vocab", "hidden"),),
+    fusion="vocabulary",
+    needs="untied",
+)
+
 QWEN2 = (
-    Entry(
-        megatron="embedding.word_embeddings.weight",
-        hf=(_hf("model.embed_tokens.weight", "vocab", "hidden"),),
-        fusion="vocabulary",
-    ),
+    EMBEDDING,
     Entry(
         megatron=_LAYER + "input_layernorm.weight",
         te=_LAYER + "self_attention.linear_qkv.layer_norm_weight",
@@ -197,12 +205,7 @@ QWEN2 = (
         hf=(_hf("model.norm.weight", "hidden"),),
         fusion="whole",
     ),
-    Entry(
-        megatron="output_layer.weight",
-        hf=(_hf("lm_head.weight", "vocab", "hidden"),),
-        fusion="vocabulary",
-        needs="untied",
-    ),
+    OUTPUT,
 )
 """Qwen2 and Qwen2.5, in the order of the forward pass."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from megatron_rl.resharding.names import Entry, Shape, entries
+from megatron_rl.resharding.names import EMBEDDING, OUTPUT, Entry, Shape, parameters
 
 
 @dataclass(frozen=True)
@@ -19,18 +19,20 @@ class NamedShard:
 
 
 def named_shards(model: GPTModel, shape: Shape) -> Iterator[NamedShard]:
-    """Every parameter of this rank, in the order of `names.parameters`.
+    """Every parameter of this rank, in forward order.
 
     Raises:
         KeyError: the model has a parameter that the table doesn't know.
     """
-    table = {name: entry for entry in entries(shape) for name in (entry.megatron, entry.te) if name}
-    if shape.tied:  # with PP, the last stage keeps a copy of the embedding under this name
-        table["output_layer.weight"] = table["embedding.word_embeddings.weight"]
-    offset = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
-    for name, parameter in model.named_parameters():
-        generic, layer = name, -1
-        if name.startswith("decoder.layers."):
-            number, rest = name.removeprefix("decoder.layers.").split(".", 1)
-            generic, layer = "decoder.layers.{layer}." + rest, int(number) + offset
-        yield NamedShard(table[generic], layer, parameter)
+    unnamed = dict(model.named_parameters())
+    first = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
+    for entry, layer in parameters(shape):
+        for name in (entry.megatron, entry.te):
+            parameter = unnamed.pop(name.format(layer=layer - first), None) if name else None
+            if parameter is not None:
+                yield NamedShard(entry, layer, parameter)
+    copy = unnamed.pop(OUTPUT.megatron, None) if shape.tied else None  # the last stage's copy of the embedding
+    if copy is not None:
+        yield NamedShard(EMBEDDING, -1, copy)
+    if unnamed:
+        raise KeyError(f"not in the table of names: {', '.join(unnamed)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_rl.algorithms.filters import keep_group
@@ -11,12 +11,10 @@ from megatron_rl.config import Config
 from megatron_rl.data.stream import PromptStream
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.engine import Sampling
-from megatron_rl.rollout.sampler import Draw, GroupSampler
+from megatron_rl.rollout.figures import sampling_metrics
+from megatron_rl.rollout.sampler import TRAINING_STREAM, Draw, GroupSampler
 from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.types import Group
-
-TRAINING_STREAM, EVALUATION_STREAM = 0, 1
-"""First number of a draw's place: training and evaluation never share seeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +46,7 @@ class Collector:
         at most `rollout.max_rounds` times. Kept groups beyond the batch are counted as surplus.
         """
         rollout, dynamic = self.config.rollout, self.config.algorithm.dynamic_sampling
-        sampling = Sampling(max_tokens=rollout.max_response_tokens, temperature=rollout.temperature)
+        sampling = Sampling(temperature=rollout.temperature)
         sampled: list[Group] = []
         kept: list[Group] = []
         rounds = 0
@@ -58,7 +56,12 @@ class Collector:
                 Draw(place=(TRAINING_STREAM, step, position), prompt=prompt)
                 for position, prompt in self.stream.draw(count)
             ]
-            groups = self.sampler.sample(draws, responses=rollout.responses_per_prompt, sampling=sampling)
+            groups = self.sampler.sample(
+                draws,
+                responses=rollout.responses_per_prompt,
+                max_tokens=rollout.max_response_tokens,
+                sampling=sampling,
+            )
             sampled += groups
             kept += [group for group in groups if self._teaches(group)]
             rounds += 1
@@ -90,25 +93,3 @@ class Collector:
         if not sampled:
             return wanted
         return min(wanted, math.ceil((wanted - kept) * sampled / max(kept, 1)))
-
-
-def sampling_metrics(groups: Sequence[Group], prefix: str = "rollout") -> MeanMetrics:
-    """Accuracy, lengths and counts of sampled groups, as (sum, weight)."""
-    metrics = MeanMetrics()
-    for group in groups:
-        scores = group.graded_scores
-        mixed = keep_group(scores)
-        metrics.add(f"{prefix}/mixed_groups", mixed)
-        metrics.add(f"{prefix}/all_right_groups", not mixed and bool(scores) and scores[0] >= 0.5)
-        for answer in group.responses:
-            length = len(answer.response.ids)
-            metrics.add(f"{prefix}/length", length)
-            metrics.add(f"{prefix}/truncated", answer.response.finish_reason == "length")
-            metrics.add(f"{prefix}/ungraded", math.isnan(answer.score))
-            if not math.isnan(answer.score):
-                metrics.add(f"{prefix}/accuracy", answer.score)
-                metrics.add(f"{prefix}/length_{'right' if answer.score >= 0.5 else 'wrong'}", length)
-    lengths = [len(answer.response.ids) for group in groups for answer in group.responses]
-    metrics.add(f"{prefix}/samples", len(lengths))
-    metrics.add(f"{prefix}/tokens", sum(lengths))
-    return metrics

@@ -101,7 +101,7 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, int, Response]]:
-        """See `Engine`. A prompt's keys and values are computed once for all its samples."""
+        """See `Engine`. A prompt's keys and values are computed once for all its samples in a batch."""
         if not self._usable:
             raise RuntimeError("generate: the weights are undefined (asleep, or not updated since waking)")
         chunk: list[tuple[int, int]] = []
@@ -121,37 +121,39 @@ class EmbeddedEngine:
         order = {number: row for row, number in enumerate(dict.fromkeys(n for n, _ in chunk))}
         logits = batch.prefill(copies=[order[number] for number, _ in chunk])
         seeds = [requests[number].seeds[sample] for number, sample in chunk]
-        uniforms = _uniforms(seeds, sampling.max_tokens).to(logits.device)
+        budgets = [requests[number].max_tokens for number, _ in chunk]
+        uniforms = _uniforms(seeds, max(budgets)).to(logits.device)
         eos = torch.tensor(sorted(self.eos), device=logits.device)
         ids: list[list[int]] = [[] for _ in chunk]
         logprobs: list[list[float]] = [[] for _ in chunk]
         alive = list(range(len(chunk)))  # the response of each row of the batch, in order
-        for position in range(sampling.max_tokens):
+        for position in range(max(budgets)):
             scaled = policy_logits(logits, temperature=sampling.temperature, allowed=self.vocabulary)
             distribution = scaled.log_softmax(-1)
             tokens = distribution.argmax(-1) if sampling.greedy else _draw(distribution, uniforms[alive, position])
             chosen = distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-            ended = torch.isin(tokens, eos)
+            stopped = torch.isin(tokens, eos).tolist()
             for row, token, logprob in zip(alive, tokens.tolist(), chosen.tolist(), strict=True):
                 ids[row].append(token)
                 logprobs[row].append(logprob)
-            last = position == sampling.max_tokens - 1
-            for row, over in zip(alive, ended.tolist(), strict=True):
-                if over or last:
+            going = []
+            for place, (row, over) in enumerate(zip(alive, stopped, strict=True)):
+                if not over and position + 1 < budgets[row]:
+                    going.append(place)
+                else:
                     response = Response(
                         ids=tuple(ids[row]),
                         logprobs=tuple(logprobs[row]),
                         finish_reason="stop" if over else "length",
-                        weight_version=self.version,
+                        weight_versions=(self.version,) * len(ids[row]),
                     )
                     yield (*chunk[row], response)
-            if last or bool(ended.all()):
+            if not going:
                 return
-            if bool(ended.any()):
-                going = (~ended).nonzero().squeeze(1)
-                alive = [alive[row] for row in going.tolist()]
-                batch.select(going)
-                tokens = tokens[going]
+            if len(going) < len(alive):
+                rows = torch.tensor(going, device=logits.device)
+                batch.select(rows)
+                alive, tokens = [alive[place] for place in going], tokens[rows]
             logits = batch.step(tokens)
 
 

@@ -18,13 +18,13 @@ class Request:
     seeds: tuple[int, ...]
     """One for each response; its length is the number of responses."""
 
+    max_tokens: int
+    """Longest response, in tokens."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How tokens are drawn. Log-probs are those of the distribution at `temperature`, also when greedy."""
-
-    max_tokens: int
-    """Longest response, in tokens."""
 
     temperature: float = 1.0
     greedy: bool = False

@@ -15,6 +15,8 @@ from megatron_rl.rollout.engine import Engine, Request, Sampling, response_seed
 from megatron_rl.types import Graded, Group, Prompt, Response
 
 log = logging.getLogger(__name__)
+TRAINING_STREAM, EVALUATION_STREAM = 0, 1
+"""First number of a draw's place: training and evaluation never share seeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,46 +32,55 @@ class GroupSampler:
 
     def __init__(self, engine: Engine, grader: Grader, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
         self.engine, self.grader, self.tokenizer, self.seed = engine, grader, tokenizer, seed
-        self._failures_said: set[str] = set()
+        self._failures_said: set[type[Exception]] = set()
 
-    def sample(self, draws: Sequence[Draw], *, responses: int, sampling: Sampling) -> list[Group]:
+    def sample(self, draws: Sequence[Draw], *, responses: int, max_tokens: int, sampling: Sampling) -> list[Group]:
         """One group for each draw, in the order of `draws`. A collective over all ranks.
 
         Args:
             draws: the same on every rank; this rank's engine takes every `world size`-th.
             responses: size of a group.
+            max_tokens: longest response.
             sampling: how tokens are drawn.
         """
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        mine = self._groups(draws[rank::ranks], responses, sampling)
+        mine = self._groups(draws[rank::ranks], responses, max_tokens, sampling)
         shares: list[list[Group]] = [[] for _ in range(ranks)]
         dist.all_gather_object(shares, mine)
         return [shares[number % ranks][number // ranks] for number in range(len(draws))]
 
-    def _groups(self, draws: Sequence[Draw], responses: int, sampling: Sampling) -> list[Group]:
+    def _groups(self, draws: Sequence[Draw], responses: int, max_tokens: int, sampling: Sampling) -> list[Group]:
         requests = [
             Request(
                 prompt_ids=draw.prompt.ids,
                 seeds=tuple(response_seed(self.seed, *draw.place, sample) for sample in range(responses)),
+                max_tokens=max_tokens,
             )
             for draw in draws
         ]
         answers: list[list[Graded | None]] = [[None] * responses for _ in draws]
         for number, sample, response in self.engine.generate(requests, sampling):
             answers[number][sample] = self._grade(draws[number].prompt, response)
-        return [
-            Group(prompt=draw.prompt, responses=tuple(answer for answer in of_draw if answer is not None))
-            for draw, of_draw in zip(draws, answers, strict=True)
-        ]
+        groups = []
+        for draw, of_draw in zip(draws, answers, strict=True):
+            given = tuple(answer for answer in of_draw if answer is not None)
+            if len(given) < responses:
+                raise RuntimeError(
+                    f"the engine returned {len(given)} of {responses} responses to prompt {draw.prompt.index}"
+                )
+            groups.append(Group(prompt=draw.prompt, responses=given))
+        return groups
 
     def _grade(self, prompt: Prompt, response: Response) -> Graded:
         text = self.tokenizer.decode(response.ids, skip_special_tokens=True)
         try:
             score = float(self.grader(prompt, text, response.finish_reason == "stop"))
+            if score < 0 or score > 1:
+                raise ValueError(f"it returned {score}; a score is from 0 (wrong) to 1 (right)")
         except Exception as error:  # a user's function; its failure is an ungraded answer, not the end of the run
             score = math.nan
-            if repr(error) not in self._failures_said:  # each kind once: it may fail on every answer of the run
-                self._failures_said.add(repr(error))
+            if type(error) not in self._failures_said:  # each kind once: it may fail on every answer of the run
+                self._failures_said.add(type(error))
                 log.warning(
                     "the grader failed on the prompt of row %d: %r; such answers are ungraded", prompt.index, error
                 )

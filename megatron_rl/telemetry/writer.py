@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_rl.config import Config
+from megatron_rl.files import replace_text
 from megatron_rl.types import Graded, Group
 
 
@@ -24,7 +24,7 @@ class RunWriter:
         self.samples_dir = directory / "samples"
         self.samples_dir.mkdir(parents=True, exist_ok=True)
         kept = [row for row in read_metrics(self.metrics_path) if row["step"] <= step] if step else []
-        _replace(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
+        replace_text(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
         for file in self.samples_dir.glob("step_*.jsonl"):
             if not step or int(file.stem.removeprefix("step_")) > step:
                 file.unlink()
@@ -50,7 +50,7 @@ class RunWriter:
             for group in groups[: self.config.telemetry.samples_per_step]
             for number, answer in enumerate(group.responses)
         ]
-        _replace(self.samples_dir / f"step_{step:06d}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        replace_text(self.samples_dir / f"step_{step:06d}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
     def close(self) -> None:
         """Close the files."""
@@ -81,14 +81,7 @@ def _sample_row(group: Group, number: int, answer: Graded) -> dict[str, Any]:
         "score": None if math.isnan(answer.score) else answer.score,
         "finish_reason": answer.response.finish_reason,
         "tokens": len(answer.response.ids),
-        "weight_version": answer.response.weight_version,
+        "weight_versions": sorted(set(answer.response.weight_versions)),
         "ids": answer.response.ids,
         "logprobs": [round(x, 6) for x in answer.response.logprobs],
     }
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash, never sees half of it."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    os.replace(partial, path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ from megatron_rl.errors import UserError
 from megatron_rl.training.optimizer import load_optimizer_state, sharded_optimizer_state
 from megatron_rl.training.trainer import Trainer
 
-log = logging.getLogger(__name__)
 _STATE = "run_state.json"
 
 
@@ -37,7 +35,7 @@ class RunState:
 
     seed: int
     data_fingerprint: str
-    """SHA-256 of the training prompts."""
+    """Of the training prompts (`PromptSet.fingerprint`)."""
 
 
 def checkpoints_dir(config: Config) -> Path:
@@ -85,8 +83,10 @@ def read_run_state(directory: Path, config: Config, data_fingerprint: str) -> Ru
     """
     try:
         state = RunState(**json.loads((directory / _STATE).read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{directory / _STATE}: {error}; remove {directory} to go on from the one before") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{directory / _STATE}: {error}; move {directory} away to go on from the one before") from None
+    except TypeError as error:
+        raise UserError(f"{directory / _STATE}: written by another version of megatron_rl ({error})") from None
     if state.data_fingerprint != data_fingerprint:
         raise UserError(
             f"data.train: {config.data.train} is not the data that {directory} was made with; "

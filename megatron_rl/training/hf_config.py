@@ -11,7 +11,7 @@ from megatron_rl.resharding.names import Shape
 # Fields that say nothing about the function that the model computes.
 _BOOKKEEPING = frozenset(
     "architectures model_type transformers_version torch_dtype dtype initializer_range use_cache _name_or_path "
-    "bos_token_id eos_token_id pad_token_id max_position_embeddings max_window_layers output_attentions "
+    "bos_token_id eos_token_id pad_token_id max_window_layers output_attentions "
     "output_hidden_states return_dict chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type".split()
 )
 
@@ -23,6 +23,9 @@ class ModelSpec:
     shape: Shape
     norm_eps: float
     rope_theta: float
+    max_positions: int | None
+    """Longest sequence that the model is meant for, in tokens, if config.json says so."""
+
     eos_token_ids: frozenset[int]
     """Sampling one of them ends a response: those of config.json and of generation_config.json."""
 
@@ -58,6 +61,7 @@ def read_model_spec(directory: Path) -> ModelSpec:
         shape=shape,
         norm_eps=take("rms_norm_eps", 1e-6),
         rope_theta=_rope_theta(take, where),
+        max_positions=take("max_position_embeddings", None),
         eos_token_ids=_eos_token_ids(fields, directory),
     )
     take.require("hidden_act", "silu")

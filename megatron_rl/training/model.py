@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -16,18 +18,20 @@ from megatron_rl.resharding.shards import named_shards
 from megatron_rl.training import cpu
 from megatron_rl.training.hf_config import ModelSpec
 from megatron_rl.training.layers import local_block_spec
-from megatron_rl.training.setup import known_arguments
 
+log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+@cache
 def uses_transformer_engine() -> bool:
     """Whether layers come from Transformer Engine: it imports and there is a GPU."""
     if not cpu.has_cuda():
         return False
     try:
         import transformer_engine.pytorch  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
-    except ImportError:
+    except (ImportError, OSError, RuntimeError) as error:  # absent, or built for another CUDA or torch
+        log.warning("Transformer Engine is not used: %s", error)
         return False
     return True
 
@@ -62,14 +66,11 @@ def transformer_config(spec: ModelSpec, trainer: TrainerConfig) -> TransformerCo
         perform_initialization=False,  # every parameter is read from the checkpoint
         # Our losses are plain sums: no averaging over tokens, micro-batches or ranks.
         calculate_per_token_loss=True,
-        # Kernels that exist on GPUs only.
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=on_gpu,
+        # Fused by torch.compile: worth it on GPUs only.
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=on_gpu,
         apply_rope_fusion=uses_transformer_engine(),
-        persist_layer_norm=on_gpu,
-        **known_arguments(TransformerConfig, async_tensor_model_parallel_allreduce=False),
+        masked_softmax_fusion=False,  # of an attention that is in neither spec
     )
 
 

@@ -35,6 +35,8 @@ def objective(
     logprobs: Tensor,
     entropies: Tensor,
     old_logprobs: Tensor | None,
+    *,
+    first: bool = True,
 ) -> tuple[Tensor, Metrics]:
     """The weighted sum of a micro-batch's token losses, and its metrics as (sum, weight).
 
@@ -43,21 +45,22 @@ def objective(
         batch: the micro-batch, tensors `[batch, seq]`.
         logprobs: of the labels under the current policy, `[batch, seq]`, with gradient.
         entropies: of the distributions they were drawn from, `[batch, seq]`.
-        old_logprobs: denominator of the ratio, `[batch, seq]`; None: this is the first and only update, so they are
-            the current ones.
+        old_logprobs: denominator of the ratio, `[batch, seq]`; None: the current ones.
+        first: whether the weights are still those that sampled; then trainer and engine should agree.
 
     Raises:
-        ValueError: the loss function returned losses of another shape.
+        ValueError: the loss function returned losses of another shape, or a metric of a name that is taken.
     """
     mask = batch.mask.flatten()
-    current = logprobs.flatten()
-    old = current.detach() if old_logprobs is None else old_logprobs.flatten()
+    # Here, not in the losses: whatever stands outside the mask, even NaN, then reaches neither a loss nor a gradient.
+    current, rollout = (torch.where(mask, x.flatten(), 0.0) for x in (logprobs, batch.rollout_logprobs))
+    old = current.detach() if old_logprobs is None else torch.where(mask, old_logprobs.flatten(), 0.0)
     rows = torch.arange(len(batch.mask), device=mask.device).repeat_interleave(batch.mask.shape[1])
     out = loss(
         LossInputs(
             logprobs=current,
             old_logprobs=old,
-            rollout_logprobs=batch.rollout_logprobs.flatten(),
+            rollout_logprobs=rollout,
             advantages=batch.advantages.flatten(),
             mask=mask,
             response_ids=torch.where(mask, rows, -1),
@@ -66,17 +69,18 @@ def objective(
     )
     if out.losses.shape != current.shape:
         raise ValueError(f"the loss returned {tuple(out.losses.shape)} losses for {tuple(current.shape)} tokens")
-    # `where`, not a product: a masked token's loss may be NaN or infinite and must add neither loss nor gradient.
     total = (torch.where(mask, out.losses, 0.0) * batch.weights.flatten()).sum()
-    gap = old - batch.rollout_logprobs.flatten()
     metrics: Metrics = {
         "policy/entropy": masked_mean(entropies.flatten(), mask),
         "policy/logprob": masked_mean(current, mask),
-        "mismatch/logprob_abs": masked_mean(gap.abs(), mask),
         "loss/objective": (total.detach().clone(), torch.ones(())),
-        **out.metrics,
     }
-    return total, metrics
+    if first:
+        metrics["mismatch/logprob_abs"] = masked_mean((current - rollout).abs(), mask)
+    taken = metrics.keys() & out.metrics.keys()
+    if taken:
+        raise ValueError(f"the loss returned a metric {min(taken)!r}, which is the trainer's own")
+    return total, metrics | out.metrics
 
 
 def _sum_over_rows(values: Tensor, *, mask: Tensor) -> Tensor:

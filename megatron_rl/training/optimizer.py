@@ -46,10 +46,14 @@ def learning_rate(trainer: TrainerConfig, updates_done: int) -> float:
     return trainer.lr * min(1.0, (updates_done + 1) / max(1, trainer.lr_warmup_steps))
 
 
-def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
-    """For the next optimizer step."""
+def set_rates(optimizer: MegatronOptimizer, *, lr: float, weight_decay: float) -> None:
+    """Learning rate and weight decay of the next optimizer step.
+
+    Megatron's groups say in `wd_mult` which parameters decay; only its scheduler, which we don't use, applies that.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr
+        group["weight_decay"] = weight_decay * group["wd_mult"]
 
 
 def make_adam_state(optimizer: MegatronOptimizer) -> None:

@@ -27,9 +27,10 @@ def reduce_metrics(collected: Iterable[Mapping[str, tuple[Tensor, Tensor]]]) -> 
             totals[name] = totals[name] + pair if name in totals else pair
     message: list[dict[str, tuple[float, float]] | None] = [None]
     if mpu.is_pipeline_last_stage():
-        table = torch.stack(list(totals.values()))
+        names = sorted(totals)  # the same order on every rank
+        table = torch.stack([totals[name] for name in names])
         dist.all_reduce(table, group=mpu.get_data_parallel_group(with_context_parallel=True))
-        message = [dict(zip(totals, map(tuple, table.tolist()), strict=True))]
+        message = [dict(zip(names, map(tuple, table.tolist()), strict=True))]
     if mpu.get_pipeline_model_parallel_world_size() > 1:
         source = mpu.get_pipeline_model_parallel_last_rank()
         dist.broadcast_object_list(

@@ -1,10 +1,7 @@
-"""Process groups and Megatron's parallel state; the one place that knows which megatron-core is installed."""
+"""Process groups and Megatron's parallel state."""
 
 import datetime
-import inspect
 import os
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,7 +61,7 @@ def start(config: Config) -> None:
         pipeline_model_parallel_size=config.trainer.pipeline_parallel_size,
         distributed_timeout_minutes=max(1, config.collective_timeout_s // 60),
     )
-    model_parallel_cuda_manual_seed(config.seed + 1234)
+    model_parallel_cuda_manual_seed(config.seed)
 
 
 def stop() -> None:
@@ -73,12 +70,3 @@ def stop() -> None:
 
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
-
-
-def known_arguments(target: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Those of `arguments` that `target` of the installed megatron-core takes.
-
-    Only for arguments that switch something off which versions without them don't have.
-    """
-    parameters = inspect.signature(target).parameters
-    return {key: value for key, value in arguments.items() if key in parameters}

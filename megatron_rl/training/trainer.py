@@ -29,7 +29,7 @@ from megatron_rl.training.hf_config import ModelSpec
 from megatron_rl.training.logprobs import token_logprobs
 from megatron_rl.training.model import build_model, load_hf_weights
 from megatron_rl.training.objective import load_loss, objective
-from megatron_rl.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from megatron_rl.training.optimizer import build_optimizer, learning_rate, set_rates
 from megatron_rl.training.reduction import reduce_metrics
 from megatron_rl.types import MicroBatch, Sequence, TrainBatch
 
@@ -68,10 +68,10 @@ class Trainer:
         shares = [self._share(update) for update in batch.updates]
         metrics = MeanMetrics()
         olds = self._old_logprobs(shares)
-        for share, old in zip(shares, olds, strict=True):
+        for number, (share, old) in enumerate(zip(shares, olds, strict=True)):
             lr = learning_rate(self.config.trainer, self.updates_done)
-            set_learning_rate(self.optimizer, lr)
-            metrics.merge(self.gradients(share, old))
+            set_rates(self.optimizer, lr=lr, weight_decay=self.config.trainer.weight_decay)
+            metrics.merge(self.gradients(share, old, first=number == 0))
             _, norm, _ = self.optimizer.step()
             if not math.isfinite(norm):
                 raise FloatingPointError(f"gradient norm is {norm} in optimizer step {self.updates_done + 1}")
@@ -80,12 +80,13 @@ class Trainer:
             metrics.add("train/lr", lr)
         return metrics
 
-    def gradients(self, share: Share, old_logprobs: list[Tensor] | None = None) -> MeanMetrics:
+    def gradients(self, share: Share, old_logprobs: list[Tensor] | None = None, *, first: bool = True) -> MeanMetrics:
         """Forward and backward over one optimizer step; the gradient is left in the parameters' `main_grad`.
 
         Args:
             share: this rank's micro-batches.
             old_logprobs: for each of them, `[batch, seq]`, on the last pipeline stage; None: the current ones.
+            first: whether the weights are still those that sampled.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -94,7 +95,7 @@ class Trainer:
         def loss_of(batch: MicroBatch, number: int, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             logprobs, entropies = self._logprobs(logits, batch)
             old = old_logprobs[number] if old_logprobs else None
-            total, metrics = objective(self.loss, batch, logprobs, entropies, old)
+            total, metrics = objective(self.loss, batch, logprobs, entropies, old, first=first)
             return total, torch.zeros((), dtype=torch.int), metrics
 
         metrics = reduce_metrics(self._run(share, loss_of, forward_only=False))
@@ -125,9 +126,8 @@ class Trainer:
     def _old_logprobs(self, shares: list[Share]) -> list[list[Tensor] | None]:
         if self.config.algorithm.old_logprobs == "rollout":
             return [[batch.rollout_logprobs for batch in share.micro_batches] for share in shares]
-        if len(shares) == 1:
-            return [None]  # nothing changes before the only update: its own log-probs serve
-        return [self.logprobs(share) for share in shares]
+        # Nothing changes before the first update: its own log-probs serve.
+        return [None, *(self.logprobs(share) for share in shares[1:])]
 
     def _logprobs(self, logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return token_logprobs(

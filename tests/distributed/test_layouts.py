@@ -82,6 +82,14 @@ def test_weights_go_to_megatron_and_back_bit_by_bit(launched: Launch, layout: st
 
 @each_kind
 @each_layout
+def test_each_rank_reads_only_its_slices(launched: Launch, layout: str, kind: str) -> None:
+    for rank in launched(layout):
+        padding = rank[kind]["held"] - rank[kind]["read"]
+        assert 0 <= padding <= 2 * 40  # at most a row of the embedding and one of the output layer
+
+
+@each_kind
+@each_layout
 def test_gradients_equal_one_process(launched: Launch, layout: str, kind: str) -> None:
     reference = launched("single")[0][kind]["gradients"]
     for rank in launched(layout):
@@ -96,6 +104,7 @@ def test_metrics_equal_one_process_on_every_rank(launched: Launch, layout: str, 
     reference = launched("single")[0][kind]["gradient_metrics"]
     for rank in launched(layout):
         assert rank[kind]["gradient_metrics"] == pytest.approx(reference, rel=1e-5, abs=1e-6)
+        assert 0.05 < rank[kind]["gradient_metrics"]["loss/clip_fraction"] < 0.95
 
 
 @each_kind
@@ -135,15 +144,18 @@ def test_a_resumed_trainer_goes_on_as_if_it_never_stopped(
 
 
 @each_kind
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "single"])
-def test_another_layout_resumes_a_checkpoint(launched: Launch, layout: str, kind: str) -> None:
-    reference = launched("tp2")[0][kind]["from_single"]
+@each_layout
+def test_another_layout_goes_on_from_a_checkpoint_of_one_process(launched: Launch, layout: str, kind: str) -> None:
+    single = launched("single")[0][kind]["from_single"]
+    saved, continued = ({name: single[which][name] for name in single[which]} for which in ("loaded", "continued"))
     for rank in launched(layout):
-        for name, tensor in rank[kind]["from_single"].items():
-            exact = name.startswith("loaded ")
-            # Adam acts like a sign where a gradient is near zero (key biases), so parameters are compared loosely.
-            gap = float((tensor - reference[name]).abs().max())
-            assert gap == 0 if exact else gap < 3e-3, name
+        found = rank[kind]["from_single"]
+        for name, tensor in saved.items():
+            assert torch.equal(found["loaded"][name], tensor), name
+            if name.endswith("k_proj.bias"):
+                continue  # its gradient is nothing but rounding, of which Adam takes the sign
+            step, expected = found["continued"][name] - tensor, continued[name] - tensor
+            assert (step - expected).norm() < 1e-2 * expected.norm(), name  # wrong moments miss by a third or more
 
 
 def relative_gap(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

@@ -69,7 +69,7 @@ def make_groups(seed: int = 0) -> list[Group]:
                 ids=tokens(length),
                 logprobs=tuple((-3 + torch.rand(length, generator=draw)).tolist()),
                 finish_reason="length" if (index, number) == (1, 2) else "stop",
-                weight_version=0,
+                weight_versions=(0,) * length,
             )
             score = float("nan") if (index, number) == (3, 1) else float(number % 2)
             answers.append(Graded(response=response, text="", score=score))

@@ -10,6 +10,7 @@ from transformers import Qwen2ForCausalLM
 
 from megatron_rl.config import Config
 from megatron_rl.resharding.gather import gather_hf
+from megatron_rl.resharding.hf_files import HfReader
 from megatron_rl.rollout.embedded import EmbeddedEngine
 from megatron_rl.rollout.engine import Request, Sampling
 from megatron_rl.training import setup
@@ -56,13 +57,18 @@ def main() -> None:
 def check_model(config_of: Any, reference: Path) -> dict[str, Any]:
     """All checks on one model."""
     config = config_of(distributed_optimizer=False)
+    read = count_reads()
     trainer = new_trainer(config)
     results: dict[str, Any] = {
         "logits_gap": logits_gap(trainer, config.model.path),
+        "read": sum(read),
+        "held": sum(parameter.numel() for parameter in trainer.model.parameters()),
         "round_trip": {name: tensor.clone() for name, tensor in trainer.hf_weights()},
     }
     batch = make_batch(make_groups(), config)
-    metrics = trainer.gradients(trainer._share(batch.updates[0]))
+    share = trainer._share(batch.updates[0])
+    # Log-probs of another policy as the old ones: ratios away from 1, some of them clipped.
+    metrics = trainer.gradients(share, [micro.rollout_logprobs for micro in share.micro_batches])
     results["gradients"] = hf_named(trainer, lambda parameter: parameter.main_grad)
     results["gradient_metrics"] = metrics.values()
     results["engine"] = [engine_gaps(trainer, batch, version) for version in range(3)]
@@ -71,6 +77,20 @@ def check_model(config_of: Any, reference: Path) -> dict[str, Any]:
     }
     results["from_single"] = continue_from(config_of(distributed_optimizer=True), reference, batch)
     return results
+
+
+def count_reads() -> list[int]:
+    """From now on, the number of elements of each read from a checkpoint of Hugging Face's."""
+    counts: list[int] = []
+    original = HfReader.read
+
+    def read(self: HfReader, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        tensor = original(self, name, index)
+        counts.append(tensor.numel())
+        return tensor
+
+    HfReader.read = read  # type: ignore[method-assign]
+    return counts
 
 
 def new_trainer(config: Config) -> Trainer:
@@ -125,8 +145,8 @@ def engine_gaps(trainer: Trainer, batch: TrainBatch, version: int) -> dict[str, 
     )
     engine.start()
     engine.update_weights(trainer.hf_weights(), version)
-    sampling = Sampling(max_tokens=9, temperature=trainer.config.rollout.temperature, greedy=True)
-    requests = [Request(prompt_ids=prompt, seeds=(0,)) for prompt in prompts]
+    sampling = Sampling(temperature=trainer.config.rollout.temperature, greedy=True)
+    requests = [Request(prompt_ids=prompt, seeds=(0,), max_tokens=9) for prompt in prompts]
     answers = {number: response for number, _, response in engine.generate(requests, sampling)}
     gaps, greedy = [], True
     for number, prompt in enumerate(prompts):
@@ -152,7 +172,7 @@ def engine_gaps(trainer: Trainer, batch: TrainBatch, version: int) -> dict[str, 
     return {
         "logprob_gap": max(gaps) if gaps else None,
         "greedy": greedy,
-        "version": {response.weight_version for response in answers.values()},
+        "version": {version for response in answers.values() for version in response.weight_versions},
         "grad_norm": metrics.values()["train/grad_norm"],
     }
 
@@ -183,16 +203,15 @@ def resume_gaps(config: Config, batch: TrainBatch) -> dict[str, float]:
     return {"loaded": gap(saved, loaded), "continued": gap(hf_named(first), hf_named(second))}
 
 
-def continue_from(config: Config, reference: Path, batch: TrainBatch) -> dict[str, torch.Tensor] | None:
-    """Weights after one more step from the checkpoint that the single process left."""
+def continue_from(config: Config, reference: Path, batch: TrainBatch) -> dict[str, dict[str, torch.Tensor]]:
+    """Weights as loaded from the checkpoint that the single process left, and after one more step."""
     path = next(reference.glob("checkpoints/step_*"), None)
-    if path is None:
-        return None
+    assert path is not None
     trainer = new_trainer(config)
     load_checkpoint(path, trainer, run_state(trainer, updates=2))
     loaded = hf_named(trainer)
     trainer.train(batch)
-    return {**{f"loaded {name}": tensor for name, tensor in loaded.items()}, **hf_named(trainer)}
+    return {"loaded": loaded, "continued": hf_named(trainer)}
 
 
 def run_state(trainer: Trainer, updates: int | None = None) -> RunState:

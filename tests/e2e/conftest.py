@@ -31,7 +31,6 @@ class Job:
             "steps": 2,
             "rollout.prompts_per_step": 8,
             "rollout.responses_per_prompt": 6,
-            "trainer.tensor_parallel_size": processes,
         }
         settings = [f"{key}={value}" for key, value in values.items()]
         program = [sys.executable, "-m", "megatron_rl", "train", str(RECIPE), *settings, *overrides]
@@ -39,8 +38,9 @@ class Job:
 
     def train(self, run: str, *overrides: str, processes: int = 1) -> Path:
         """Run it to the end; the run directory."""
-        ended = start(self.command(run, *overrides, processes=processes)).communicate(timeout=240)
-        assert (self.directory / run / "hf").exists(), ended[1][-3000:]
+        process = start(self.command(run, *overrides, processes=processes))
+        _, error = process.communicate(timeout=240)
+        assert process.returncode == 0, error[-3000:]
         return self.directory / run
 
 

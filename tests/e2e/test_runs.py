@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,13 @@ def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if not key.startswith("seconds/")} for row in rows]
 
 
-@pytest.mark.parametrize("preset", ["grpo", "dapo", "dr_grpo", "rloo"])
-def test_every_preset_trains(job: Job, preset: str) -> None:
-    rows = read_metrics(job.train(f"preset_{preset}", f"algorithm.preset={preset}") / "metrics.jsonl")
+TP2, PP2, DP2 = "trainer.tensor_parallel_size=2", "trainer.pipeline_parallel_size=2", "trainer.tensor_parallel_size=1"
+
+
+@pytest.mark.parametrize(("preset", "layout"), [("grpo", DP2), ("dapo", TP2), ("dr_grpo", PP2), ("rloo", TP2)])
+def test_every_preset_trains(job: Job, preset: str, layout: str) -> None:
+    run = job.train(f"preset_{preset}", f"algorithm.preset={preset}", DP2, layout, processes=2)
+    rows = read_metrics(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
         assert row["train/grad_norm"] > 0
@@ -37,6 +42,7 @@ def test_every_preset_trains(job: Job, preset: str) -> None:
 def test_a_loss_and_a_grader_of_ones_own(job: Job) -> None:
     run = job.train(
         "own_functions",
+        DP2,
         "algorithm.loss=tests.e2e.functions:signed_loss",
         "algorithm.loss_kwargs.scale=2.5",
         "rewards.grader=tests.e2e.functions:last_digit",
@@ -54,7 +60,7 @@ def test_a_loss_and_a_grader_of_ones_own(job: Job) -> None:
 
 
 def test_a_run_leaves_what_the_readme_promises(job: Job) -> None:
-    run = job.train("leaves", processes=2)
+    run = job.train("leaves", TP2, processes=2)
     assert (run / "config.yaml").exists()
     assert list((run / "tensorboard").glob("events.*"))
     assert [path.name for path in sorted((run / "samples").iterdir())] == ["step_000001.jsonl", "step_000002.jsonl"]
@@ -69,18 +75,20 @@ def test_a_run_leaves_what_the_readme_promises(job: Job) -> None:
 
 
 def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(job: Job) -> None:
-    whole = job.train("whole", "steps=6", processes=2)
-    command = job.command("stopped", "steps=6", processes=2)
+    whole = job.train("whole", "steps=10", TP2, processes=2)
+    command = job.command("stopped", "steps=10", TP2, processes=2)
     stopped = job.directory / "stopped"
     process = start(command)
     wait_for_steps(stopped, 2)
     process.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)  # as schedulers do: still one wish
     out, error = process.communicate(timeout=60)
     assert process.returncode == 75, error[-3000:]
     assert "asked to stop" in out
     saved = [path.name for path in (stopped / "checkpoints").iterdir()]
     assert len(saved) == 1
-    assert saved[0] < "step_000006"
+    assert saved[0] < "step_000010"
 
     again = start(command)
     out, error = again.communicate(timeout=240)
@@ -88,7 +96,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(job: Job) -> None:
     assert f"going on after step {int(saved[0][-6:])}" in out
     rows, expected = (without_times(read_metrics(run / "metrics.jsonl")) for run in (stopped, whole))
     assert rows == expected
-    for step in range(1, 7):
+    for step in range(1, 11):
         name = f"samples/step_{step:06d}.jsonl"
         assert (stopped / name).read_text() == (whole / name).read_text()
     ours, theirs = (load_file(run / "hf/model.safetensors") for run in (stopped, whole))
@@ -96,16 +104,45 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(job: Job) -> None:
 
 
 def test_going_on_with_other_data_or_another_seed_is_refused(job: Job) -> None:
-    job.train("resumed")
+    job.train("resumed", DP2)
     for change, word in (
         (f"data.train={job.directory / 'data_seed0/heldout.jsonl'}", "data.train"),
         ("seed=5", "seed"),
     ):
-        refused = start(job.command("resumed", "steps=3", change))
+        refused = start(job.command("resumed", "steps=3", DP2, change))
         _, error = refused.communicate(timeout=120)
         assert refused.returncode == 2
         assert error.strip().splitlines()[-1].startswith(f"error: {word}: ")
         assert "Traceback" not in error
+
+
+def test_torchrun_starts_it_and_stops_it(job: Job) -> None:
+    program = job.command("torchrun", "steps=30", TP2, processes=2)[1:-2]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program]
+    process = start(command)
+    wait_for_steps(job.directory / "torchrun", 2)
+    process.send_signal(signal.SIGTERM)
+    out, error = process.communicate(timeout=90)
+    assert "asked to stop" in out, error[-3000:]
+    saved = [path.name for path in (job.directory / "torchrun/checkpoints").glob("step_*")]
+    assert len(saved) == 1
+    again = start([*command, f"steps={int(saved[0][-6:]) + 1}"])
+    out, error = again.communicate(timeout=240)
+    assert again.returncode == 0, error[-3000:]
+    assert f"going on after step {int(saved[0][-6:])}" in out
+
+
+def test_bfloat16_trains_and_resumes_exactly(job: Job) -> None:
+    settings = ("trainer.dtype=bfloat16", TP2)
+    whole = job.train("bf16_whole", "steps=3", *settings, processes=2)
+    job.train("bf16_parts", "steps=2", *settings, processes=2)
+    parts = job.train("bf16_parts", "steps=3", *settings, processes=2)
+    rows, expected = (without_times(read_metrics(run / "metrics.jsonl")) for run in (parts, whole))
+    assert rows == expected
+    assert 1e-5 < max(row["mismatch/logprob_abs"] for row in rows) < 2e-2  # two implementations, rounded to 8 bits
+    ours, theirs = (load_file(run / "hf/model.safetensors") for run in (parts, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in theirs.values())
 
 
 def wait_for_steps(run: Path, steps: int) -> None:

@@ -14,7 +14,7 @@ from megatron_rl.config_docs import describe_options
 from megatron_rl.config_files import load_config
 from megatron_rl.demo.task import build_tokenizer
 from megatron_rl.training import setup
-from tests.unit.tiny import qwen2_config
+from tests.unit.tiny import qwen2_config, write_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,8 +50,8 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     monkeypatch.setattr(setup, "start", started)
     monkeypatch.setattr(local_launch, "launch_local", started)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
 
@@ -182,11 +182,29 @@ def test_local_processes_are_not_started_for_a_mistake(
     assert said in command("train", recipe, override, "--processes", 3).mistake
 
 
-def test_of_several_ranks_only_the_first_speaks(
+def test_of_the_ranks_of_a_node_only_the_first_speaks(
     command: Command, recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("RANK", "9")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     assert command("train", recipe, "model.path=nowhere") == Ended(2, "", "")
+    monkeypatch.setenv("LOCAL_RANK", "0")  # of the second node, which may lack what the first one has
+    assert "nowhere is not a directory" in command("train", recipe, "model.path=nowhere").mistake
+
+
+def test_a_prompt_and_a_budget_that_are_more_than_the_positions_of_the_model_are_refused(
+    command: Command, recipe: Path, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "model")  # 64 positions; the longer prompt has 6 tokens
+    with pytest.raises(AssertionError, match="something was started"):
+        command("train", recipe, "rollout.max_response_tokens=58")
+    mistake = command("train", recipe, "rollout.max_response_tokens=59").mistake
+    assert "rollout.max_response_tokens: 59 after a prompt of 6 tokens is more than the 64 positions" in mistake
+    assert "max_position_embeddings" in mistake
+    (tmp_path / "eval.jsonl").write_text('{"prompt": "45678=", "answer": "0"}\n')
+    overrides = ("rollout.max_response_tokens=58", f"data.eval={tmp_path}/eval.jsonl")
+    assert "after a prompt of 7 tokens" in command("train", recipe, *overrides).mistake
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

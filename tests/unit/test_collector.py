@@ -6,9 +6,11 @@ import pytest
 
 from megatron_rl.config import Config
 from megatron_rl.data.stream import PromptStream
-from megatron_rl.rollout.collector import TRAINING_STREAM, Collector, sampling_metrics
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.collector import Collector
 from megatron_rl.rollout.engine import Sampling
-from megatron_rl.rollout.sampler import Draw
+from megatron_rl.rollout.figures import sampling_metrics
+from megatron_rl.rollout.sampler import TRAINING_STREAM, Draw
 from megatron_rl.types import Group, Prompt
 from tests.unit.tiny import graded_group, run_config
 
@@ -20,8 +22,8 @@ class Scripted:
         self.right, self.rounds, self.places = right, list[int](), list[tuple[int, ...]]()
         self.sampling: Sampling | None = None
 
-    def sample(self, draws: Sequence[Draw], *, responses: int, sampling: Sampling) -> list[Group]:
-        assert responses == 4
+    def sample(self, draws: Sequence[Draw], *, responses: int, max_tokens: int, sampling: Sampling) -> list[Group]:
+        assert (responses, max_tokens) == (4, 9)
         first = len(self.places)
         self.sampling = sampling
         self.rounds.append(len(draws))
@@ -103,7 +105,7 @@ def test_a_draw_is_seeded_by_stream_step_and_position_and_the_stream_goes_on() -
     one.collect(step=2)
     expected = [(TRAINING_STREAM, 1, position) for position in range(3)]
     assert sampler.places == expected + [(TRAINING_STREAM, 2, position) for position in range(3, 6)]
-    assert sampler.sampling == Sampling(max_tokens=9, temperature=0.7)
+    assert sampler.sampling == Sampling(temperature=0.7)
 
 
 def test_figures_of_sampled_groups() -> None:
@@ -126,8 +128,8 @@ def test_figures_of_sampled_groups() -> None:
 class LoneGrades(Scripted):
     """The same, but in each round the first group has one graded response only."""
 
-    def sample(self, draws: Sequence[Draw], *, responses: int, sampling: Sampling) -> list[Group]:
-        groups = super().sample(draws, responses=responses, sampling=sampling)
+    def sample(self, draws: Sequence[Draw], *, responses: int, max_tokens: int, sampling: Sampling) -> list[Group]:
+        groups = super().sample(draws, responses=responses, max_tokens=max_tokens, sampling=sampling)
         return [graded_group(9, [float("nan"), 1.0, float("nan")], [2, 3, 4]), *groups[1:]]
 
 
@@ -138,3 +140,14 @@ def test_a_group_with_one_grade_teaches_nothing(dynamic: bool, expected: int) ->
     rollout = one.collect(step=1)
     assert len(rollout.groups) == expected
     assert all(len(group.graded_scores) == 4 for group in rollout.groups)
+
+
+def test_a_step_in_which_nothing_could_be_graded_ends_the_run() -> None:
+    class Ungraded(Scripted):
+        def sample(self, draws: Sequence[Draw], *, responses: int, max_tokens: int, sampling: Sampling) -> list[Group]:
+            return [graded_group(number, [float("nan")] * 4, [1] * 4) for number in range(len(draws))]
+
+    one, _ = collector([], dynamic=False)
+    one.sampler = Ungraded([])  # type: ignore[assignment]
+    with pytest.raises(UserError, match=r"^rewards\.grader: step 7: none of 3 groups could be graded"):
+        one.collect(step=7)

@@ -88,6 +88,21 @@ def test_one_keyword_of_the_presets_loss_may_be_changed_alone(tmp_path: Path) ->
     assert config.algorithm.loss_kwargs == {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("3", 3), ("3.0", 3.0), ("1e-3", 1e-3), ("true", True), ("false", False), ("soft", "soft"), ("null", None)],
+)
+def test_a_keyword_of_a_loss_keeps_its_type(text: str, value: object, tmp_path: Path) -> None:
+    of_override = load_config(recipe(tmp_path), [f"algorithm.loss_kwargs.own={text}"])
+    of_recipe = load_config(recipe(tmp_path, f"algorithm: {{loss_kwargs: {{own: {text}}}}}"))
+    for config in (of_override, of_recipe):
+        own = config.algorithm.loss_kwargs["own"]
+        assert (own, type(own)) == (value, type(value))
+    (tmp_path / "config.yaml").write_text(dump_config(of_recipe))
+    again = load_config(tmp_path / "config.yaml").algorithm.loss_kwargs["own"]
+    assert (again, type(again)) == (value, type(value))
+
+
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_another_loss_does_not_get_the_keywords_of_the_presets_loss(preset: str, tmp_path: Path) -> None:
     path = recipe(tmp_path, f"algorithm: {{preset: {preset}, loss: 'my.module:loss'}}")
@@ -204,7 +219,6 @@ def test_a_base_and_a_recipe_that_do_not_fit_together_are_refused(tmp_path: Path
         ("trainer.tensor_parallel_size=0", "trainer.tensor_parallel_size"),
         ("algorithm.std_ddof=2", "algorithm.std_ddof"),
         ("algorithm.preset=ppo", "algorithm.preset"),
-        ("algorithm.loss_kwargs.clip_low=wide", "algorithm.loss_kwargs.clip_low"),
         ("data.overlong_prompts=cut", "data.overlong_prompts"),
         ("checkpoint.every=0", "checkpoint.every"),
         ("rewards.marker=''", "rewards.marker"),
@@ -236,6 +250,8 @@ def test_an_empty_recipe_lacks_what_is_required(tmp_path: Path) -> None:
         (["trainer.sequence_parallel=true"], "needs trainer.tensor_parallel_size > 1"),
         (["rollout.tensor_parallel_size=2"], "the embedded engine runs on one rank"),
         (["rollout.max_response_tokens=4095"], "algorithm.soft_overlong.buffer (4096) is longer than"),
+        (["rewards.right=-1"], "rewards.wrong (-1.0) must be below rewards.right (-1.0)"),
+        (["rewards.wrong=2"], "rewards.wrong (2.0) must be below rewards.right (1.0)"),
         (["rollout.responses_per_prompt=1"], "a group of one has no advantage"),
         (["rollout.prompts_per_step=3", "algorithm.updates_per_rollout=4"], "needs at least as many groups"),
     ],

@@ -1,6 +1,5 @@
 """The pages for users: examples run, recipes load, links lead somewhere, and every metric is explained."""
 
-import ast
 import json
 import os
 import re
@@ -107,18 +106,11 @@ def test_every_metric_is_explained() -> None:
 
 
 def metric_names() -> set[str]:
-    """Metrics that the program's source writes: `"group/name"`, or `f"{prefix}/name"` of the sampled groups."""
-    names = set()
-    for file in (ROOT / "megatron_rl").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                if re.fullmatch(r"(rollout|batch|policy|mismatch|loss|train|seconds|eval)/[a-z_]+", node.value):
-                    names.add(node.value)
-            elif isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.FormattedValue):
-                rest = node.values[1].value if isinstance(node.values[-1], ast.Constant) else ""
-                if ast.unparse(node.values[0]) == "f'{prefix}'" and re.fullmatch(r"/[a-z_]+", str(rest)):
-                    names.add(f"rollout{rest}")
-    return {name.replace("eval/", "rollout/") if name != "eval/accuracy" else name for name in names}
+    """Metrics that the program's source writes: `"group/name"`, or `f"{prefix}/name"` of sampled groups."""
+    sources = [file.read_text(encoding="utf-8") for file in (ROOT / "megatron_rl").rglob("*.py")]
+    whole = r'"((?:rollout|batch|policy|mismatch|loss|train|seconds)/[a-z_]+|eval/accuracy)"'
+    names = {name for source in sources for name in re.findall(whole, source)}
+    return names | {f"rollout/{name}" for source in sources for name in re.findall(r'f"\{prefix\}/([a-z_]+)', source)}
 
 
 def test_the_example_of_ones_own_everything_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,10 +43,14 @@ def synced(request: pytest.FixtureRequest) -> tuple[EmbeddedEngine, Qwen2ForCaus
     return engine, model
 
 
-def requests_of(samples: int, prompts: list[tuple[int, ...]] = PROMPTS) -> list[Request]:
+def requests_of(samples: int, max_tokens: int) -> list[Request]:
     return [
-        Request(prompt_ids=prompt, seeds=tuple(response_seed(0, sum(prompt), sample) for sample in range(samples)))
-        for prompt in prompts
+        Request(
+            prompt_ids=prompt,
+            seeds=tuple(response_seed(0, sum(prompt), sample) for sample in range(samples)),
+            max_tokens=max_tokens,
+        )
+        for prompt in PROMPTS
     ]
 
 
@@ -77,15 +81,14 @@ def test_logprobs_are_those_of_a_forward_pass(
     synced: tuple[EmbeddedEngine, Qwen2ForCausalLM], temperature: float
 ) -> None:
     engine, model = synced
-    sampling = Sampling(max_tokens=9, temperature=temperature)
-    for (number, _), response in responses(engine, requests_of(5), sampling).items():
+    for (number, _), response in responses(engine, requests_of(5, 9), Sampling(temperature=temperature)).items():
         expected = logprobs_under(model, PROMPTS[number], response.ids, temperature, SHAPE.vocab)
         assert response.logprobs == pytest.approx(expected, abs=1e-5)
 
 
 def test_greedy_is_greedy_as_transformers_is(synced: tuple[EmbeddedEngine, Qwen2ForCausalLM]) -> None:
     engine, model = synced
-    found = responses(engine, requests_of(1), Sampling(max_tokens=12, greedy=True))
+    found = responses(engine, requests_of(1, 12), Sampling(greedy=True))
     for number, prompt in enumerate(PROMPTS):
         whole = model.generate(
             torch.tensor([prompt]),
@@ -102,7 +105,7 @@ def test_greedy_is_greedy_as_transformers_is(synced: tuple[EmbeddedEngine, Qwen2
 def test_a_response_ends_with_its_first_end_of_sequence_or_at_the_budget(
     synced: tuple[EmbeddedEngine, Qwen2ForCausalLM],
 ) -> None:
-    found = responses(synced[0], requests_of(40), Sampling(max_tokens=7, temperature=1.5)).values()
+    found = responses(synced[0], requests_of(40, 7), Sampling(temperature=1.5)).values()
     for response in found:
         ended = response.ids[-1] in EOS
         assert response.finish_reason == ("stop" if ended else "length")
@@ -110,7 +113,7 @@ def test_a_response_ends_with_its_first_end_of_sequence_or_at_the_budget(
         assert len(response.ids) <= 7
         assert ended or len(response.ids) == 7
         assert len(response.logprobs) == len(response.ids)
-        assert response.weight_version == 4
+        assert response.weight_versions == (4,) * len(response.ids)
     kinds = {(response.finish_reason, len(response.ids) == 7) for response in found}
     assert kinds == {("stop", False), ("stop", True), ("length", True)}  # all three were met
 
@@ -120,8 +123,9 @@ def test_tokens_come_as_often_as_they_are_likely(untied_model: Model) -> None:
     engine = engine_of(directory)
     engine.update_weights(weights_of(model), version=0)
     draws = 4000
-    request = Request(prompt_ids=(1, 9, 17), seeds=tuple(response_seed(7, sample) for sample in range(draws)))
-    found = responses(engine, [request], Sampling(max_tokens=1, temperature=3.0)).values()
+    seeds = tuple(response_seed(7, sample) for sample in range(draws))
+    request = Request(prompt_ids=(1, 9, 17), seeds=seeds, max_tokens=1)
+    found = responses(engine, [request], Sampling(temperature=3.0)).values()
     with torch.no_grad():
         expected = (model(torch.tensor([(1, 9, 17)])).logits[0, -1] / 3.0).softmax(-1)
     counts = torch.bincount(torch.tensor([response.ids[0] for response in found]), minlength=SHAPE.vocab)
@@ -141,8 +145,8 @@ def test_a_token_without_probability_is_not_drawn_at_the_ends_of_the_unit_interv
 
 def test_a_response_depends_on_nothing_but_its_prompt_and_seed(untied_model: Model) -> None:
     directory, model = untied_model
-    sampling = Sampling(max_tokens=8)
-    requests = requests_of(6)
+    sampling = Sampling()
+    requests = requests_of(6, 8)
     results = []
     for concurrent in (512, 1, 4):
         engine = engine_of(directory, max_concurrent=concurrent)
@@ -163,9 +167,20 @@ def test_a_response_depends_on_nothing_but_its_prompt_and_seed(untied_model: Mod
 
 
 def test_a_longer_budget_begins_with_the_same_tokens(synced: tuple[EmbeddedEngine, Qwen2ForCausalLM]) -> None:
-    short, long = (responses(synced[0], requests_of(6), Sampling(max_tokens=n)) for n in (4, 9))
+    short, long = (responses(synced[0], requests_of(6, n), Sampling()) for n in (4, 9))
     for place, response in short.items():
         assert long[place].ids[: len(response.ids)] == response.ids
+
+
+def test_every_request_has_a_budget_of_its_own(synced: tuple[EmbeddedEngine, Qwen2ForCausalLM]) -> None:
+    budgets = (3, 9, 1, 6, 4)
+    requests = [replace(request, max_tokens=n) for request, n in zip(requests_of(6, 9), budgets, strict=True)]
+    whole = responses(synced[0], requests_of(6, 9), Sampling())
+    for (number, sample), response in responses(synced[0], requests, Sampling()).items():
+        longest = whole[number, sample]
+        assert response.ids == longest.ids[: budgets[number]]
+        assert response.logprobs == pytest.approx(longest.logprobs[: budgets[number]], abs=1e-5)
+        assert response.finish_reason == ("length" if len(longest.ids) > budgets[number] else longest.finish_reason)
 
 
 def test_seeds_differ_by_every_part_of_the_place() -> None:
@@ -200,19 +215,19 @@ def biased_model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 def test_ids_beyond_the_vocabulary_are_never_sampled_and_outside_the_softmax(biased_model: Model) -> None:
     directory, model = biased_model
-    sampling = Sampling(max_tokens=6, temperature=1.3)
+    sampling = Sampling(temperature=1.3)
     free = engine_of(directory)
     free.update_weights(weights_of(model), version=0)
-    tokens = [token for response in responses(free, requests_of(8), sampling).values() for token in response.ids]
+    tokens = [token for response in responses(free, requests_of(8, 6), sampling).values() for token in response.ids]
     assert min(tokens) >= 23
 
     banned = engine_of(directory, vocabulary=23)
     banned.update_weights(weights_of(model), version=0)
-    for (number, _), response in responses(banned, requests_of(8), sampling).items():
+    for (number, _), response in responses(banned, requests_of(8, 6), sampling).items():
         assert max(response.ids) < 23
         expected = logprobs_under(model, PROMPTS[number], response.ids, 1.3, 23)
         assert response.logprobs == pytest.approx(expected, abs=1e-5)
-    for response in responses(banned, requests_of(1), Sampling(max_tokens=6, greedy=True)).values():
+    for response in responses(banned, requests_of(1, 6), Sampling(greedy=True)).values():
         assert max(response.ids) < 23
 
 
@@ -220,7 +235,7 @@ def test_ids_beyond_the_vocabulary_are_never_sampled_and_outside_the_softmax(bia
 
 
 def sample_ids(engine: EmbeddedEngine) -> dict[tuple[int, int], tuple[int, ...]]:
-    found = responses(engine, requests_of(3), Sampling(max_tokens=6))
+    found = responses(engine, requests_of(3, 6), Sampling())
     return {place: response.ids for place, response in found.items()}
 
 
@@ -230,8 +245,8 @@ def test_after_an_update_the_new_weights_speak(synced: tuple[EmbeddedEngine, Qwe
     other = random_model(replace(SHAPE, tied=model.config.tie_word_embeddings), seed=9)
     engine.update_weights(weights_of(other), version=5)
     assert sample_ids(engine) != before
-    for (number, _), response in responses(engine, requests_of(3), Sampling(max_tokens=6)).items():
-        assert response.weight_version == 5
+    for (number, _), response in responses(engine, requests_of(3, 6), Sampling()).items():
+        assert set(response.weight_versions) == {5}
         expected = logprobs_under(other, PROMPTS[number], response.ids, 1.0, SHAPE.vocab)
         assert response.logprobs == pytest.approx(expected, abs=1e-5)
     engine.update_weights(weights_of(model), version=6)
@@ -264,7 +279,7 @@ def test_nothing_is_generated_while_the_weights_are_undefined(untied_model: Mode
     def refused() -> bool:
         assert not engine.health()
         with pytest.raises(RuntimeError, match="weights are undefined"):
-            next(engine.generate(requests_of(1), Sampling(max_tokens=1)))
+            next(engine.generate(requests_of(1, 1), Sampling()))
         return True
 
     assert refused()  # never updated
@@ -352,7 +367,7 @@ def test_an_engine_that_is_not_running_says_so(untied_model: Model) -> None:
     engine.stop()
     assert not engine.health()
     with pytest.raises(RuntimeError):
-        next(engine.generate(requests_of(1), Sampling(max_tokens=1)))
+        next(engine.generate(requests_of(1, 1), Sampling()))
 
 
 def test_weights_are_held_in_the_dtype_that_was_asked_for(untied_model: Model) -> None:
@@ -361,10 +376,10 @@ def test_weights_are_held_in_the_dtype_that_was_asked_for(untied_model: Model) -
     engine.start()
     engine.update_weights(weights_of(model), version=0)
     assert {parameter.dtype for parameter in parameters_of(engine)} == {torch.bfloat16}
-    response = responses(engine, requests_of(1), Sampling(max_tokens=3))[0, 0]
+    response = responses(engine, requests_of(1, 3), Sampling())[0, 0]
     expected = logprobs_under(copy.deepcopy(model).bfloat16(), PROMPTS[0], response.ids, 1.0, 37)
     assert response.logprobs == pytest.approx(expected, abs=0.1)
 
 
 def test_no_requests_give_no_responses(synced: tuple[EmbeddedEngine, Qwen2ForCausalLM]) -> None:
-    assert list(synced[0].generate([], Sampling(max_tokens=3))) == []
+    assert list(synced[0].generate([], Sampling())) == []

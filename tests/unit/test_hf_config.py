@@ -64,7 +64,7 @@ def test_a_config_as_transformers_5_writes_it(shape: Shape, tmp_path: Path) -> N
     )
     spec = read_model_spec(tmp_path)
     assert spec.shape == shape
-    assert (spec.norm_eps, spec.rope_theta) == (3e-5, 7e5)
+    assert (spec.norm_eps, spec.rope_theta, spec.max_positions) == (3e-5, 7e5, 64)
 
 
 def test_a_config_as_transformers_4_wrote_it(tmp_path: Path) -> None:
@@ -73,6 +73,7 @@ def test_a_config_as_transformers_4_wrote_it(tmp_path: Path) -> None:
         layers=3, hidden=60, heads=10, kv_heads=2, head_dim=6, intermediate=24, vocab=37, tied=False
     )
     assert (spec.norm_eps, spec.rope_theta, spec.eos_token_ids) == (1e-5, 1e6, frozenset({151645}))
+    assert spec.max_positions == 131072
 
 
 @pytest.mark.parametrize(
@@ -97,6 +98,11 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     theirs = Qwen2Config(**fields)
     assert (spec.norm_eps, spec.rope_theta) == (theirs.rms_norm_eps, theirs.rope_parameters["rope_theta"])
     assert spec.shape.tied is theirs.tie_word_embeddings is False
+
+
+def test_a_config_may_leave_open_how_long_a_sequence_can_be(tmp_path: Path) -> None:
+    fields = {key: value for key, value in OLD.items() if key != "max_position_embeddings"}
+    assert read_model_spec(write(tmp_path, fields)).max_positions is None
 
 
 def test_a_head_size_of_its_own_is_used(tmp_path: Path) -> None:

@@ -91,6 +91,32 @@ def test_a_loss_that_is_nan_outside_the_mask_adds_nothing() -> None:
     assert total.isfinite()
 
 
+@pytest.mark.parametrize("outside", [math.nan, math.inf, -math.inf, 1e4])
+def test_what_stands_outside_the_mask_reaches_neither_a_loss_nor_its_gradient(outside: float) -> None:
+    (batch,) = micro_batches(sequences(), 5)
+    assert not batch.mask.all()
+    logprobs = torch.where(batch.mask, logprobs_of(batch).detach(), outside).requires_grad_()
+    old = torch.where(batch.mask, -1.2, -outside)
+    batch = replace(batch, rollout_logprobs=torch.where(batch.mask, batch.rollout_logprobs, outside))
+    entropies = torch.where(batch.mask, 0.5, outside)
+
+    def careless(inputs: LossInputs) -> LossOutput:
+        """Masks nothing: exp of what is not finite or large gives NaN, in the gradient even where it is cut out."""
+        for values in (inputs.logprobs, inputs.old_logprobs, inputs.rollout_logprobs):
+            assert values[~inputs.mask].eq(0).all()
+        ratio = (inputs.logprobs - inputs.old_logprobs).exp() * (inputs.logprobs - inputs.rollout_logprobs).exp()
+        return LossOutput(losses=ratio * inputs.advantages)
+
+    total, metrics = objective(careless, batch, logprobs, entropies, old)
+    total.backward()
+    assert total.isfinite()
+    assert logprobs.grad is not None
+    assert logprobs.grad[~batch.mask].eq(0).all()
+    assert logprobs.grad[batch.mask].isfinite().all()
+    assert logprobs.grad[batch.mask].ne(0).all()
+    assert all(value.isfinite() for pair in metrics.values() for value in pair)
+
+
 def test_a_batch_of_padding_alone_gives_zero_and_a_gradient_of_zero() -> None:
     (batch,) = micro_batches([], 2)
     logprobs = torch.full(batch.mask.shape, math.nan, requires_grad=True)
@@ -165,10 +191,45 @@ def test_metrics_are_token_sums() -> None:
     found = {name: (s.item(), w.item()) for name, (s, w) in metrics.items()}
     assert found["policy/entropy"] == (1.0, 4)  # a token mean of 0.25; the mean of answers is 0.5
     assert found["policy/logprob"] == (-4.0, 4)
-    # The gap between the old policy and what the engine reported: |−1.5 + 0.25|, |−1.5 + 0.5|, 0.5, 0.5.
-    assert found["mismatch/logprob_abs"] == (pytest.approx(3.25), 4)
+    # The gap between the current policy and what the engine reported: |−1 + 0.25|, |−1 + 0.5|, 0, |−1 + 2|.
+    assert found["mismatch/logprob_abs"] == (pytest.approx(2.25), 4)
     assert found["loss/objective"] == (pytest.approx(total.item()), 1)
     assert not metrics["loss/objective"][0].requires_grad
+
+
+def test_the_mismatch_is_measured_only_with_the_weights_that_sampled() -> None:
+    (batch,) = micro_batches(sequences()[:2], 2)
+    logprobs = logprobs_of(batch)
+    first, later = (
+        objective(ppo_clip, batch, logprobs, torch.zeros_like(logprobs), None, first=first)[1]
+        for first in (True, False)
+    )
+    assert first.keys() - later.keys() == {"mismatch/logprob_abs"}
+    assert not later.keys() - first.keys()
+
+
+@pytest.mark.parametrize("name", ["policy/entropy", "loss/objective", "mismatch/logprob_abs"])
+def test_a_metric_whose_name_is_taken_is_refused(name: str) -> None:
+    (batch,) = micro_batches(sequences()[:2], 2)
+    logprobs = logprobs_of(batch)
+
+    def own(inputs: LossInputs) -> LossOutput:
+        return LossOutput(losses=inputs.logprobs, metrics={name: (torch.ones(()), torch.ones(()))})
+
+    with pytest.raises(ValueError, match=name):
+        objective(own, batch, logprobs, torch.zeros_like(logprobs), None)
+
+
+def test_metrics_of_a_loss_go_with_the_others() -> None:
+    (batch,) = micro_batches(sequences()[:2], 2)
+    logprobs = logprobs_of(batch)
+
+    def own(inputs: LossInputs) -> LossOutput:
+        return LossOutput(losses=inputs.logprobs, metrics={"loss/mine": (torch.tensor(3.0), torch.ones(()))})
+
+    _, metrics = objective(own, batch, logprobs, torch.zeros_like(logprobs), None)
+    assert metrics["loss/mine"][0].item() == 3.0
+    assert "policy/entropy" in metrics
 
 
 def test_losses_of_another_shape_are_refused() -> None:

@@ -1,6 +1,5 @@
 """Prompts from JSONL: tokenised once, the limit kept, every mistake named by file and line."""
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,6 @@ def test_rows_become_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast)
     assert first.ids == (BOS_ID, *ids_of("12="))
     assert (second.index, second.answer, second.metadata) == (3, "4", {})  # lines are counted from 1, empty ones too
     assert found.skipped == 0
-    assert found.fingerprint == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_the_last_line_needs_no_newline_and_text_is_utf8(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -145,6 +143,51 @@ def test_prompts_over_the_limit_are_refused_where_that_is_asked(
 
 def test_a_limit_that_leaves_nothing_is_refused(uneven: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     assert refusal(uneven, tokenizer, max_prompt_tokens=2).endswith("no prompts: all 4 are over data.max_prompt_tokens")
+
+
+# ---- the fingerprint
+
+
+ROWS = [{"prompt": "12=", "answer": "3"}, {"prompt": "1234=", "answer": "0"}]
+
+
+def fingerprint(directory: Path, tokenizer: PreTrainedTokenizerFast, *rows: object, **options: Any) -> str:
+    directory.mkdir()
+    return load(jsonl(directory, *rows), tokenizer, **options).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        ([{"answer": "3", "prompt": "12=", "source": "elsewhere"}, "", {"prompt": "1234=", "answer": 0}], {}),
+        (ROWS, {"max_prompt_tokens": 6}),
+        ([*ROWS, {"prompt": "12345=", "answer": "5"}], {"max_prompt_tokens": 6}),
+    ],
+)
+def test_the_same_usable_prompts_have_the_same_fingerprint(
+    rows: list[object], options: dict[str, Any], tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    assert fingerprint(tmp_path / "one", tokenizer, *ROWS) == fingerprint(
+        tmp_path / "other", tokenizer, *rows, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        (ROWS, {"max_prompt_tokens": 5}),
+        (ROWS[::-1], {}),
+        (ROWS[:1], {}),
+        ([{"prompt": "12=", "answer": "4"}, ROWS[1]], {}),
+        ([{"prompt": "13=", "answer": "3"}, ROWS[1]], {}),
+    ],
+)
+def test_other_usable_prompts_have_another_fingerprint(
+    rows: list[object], options: dict[str, Any], tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    assert fingerprint(tmp_path / "one", tokenizer, *ROWS) != fingerprint(
+        tmp_path / "other", tokenizer, *rows, **options
+    )
 
 
 # ---- beginning of sequence, chat templates

@@ -9,21 +9,21 @@ import pytest
 from megatron_rl.demo.task import EOS_ID, VOCABULARY, build_tokenizer
 from megatron_rl.evaluation.heldout import evaluate
 from megatron_rl.rollout import sampler as module
-from megatron_rl.rollout.collector import EVALUATION_STREAM, TRAINING_STREAM
 from megatron_rl.rollout.engine import Request, Sampling, response_seed
-from megatron_rl.rollout.sampler import Draw, GroupSampler
+from megatron_rl.rollout.sampler import EVALUATION_STREAM, TRAINING_STREAM, Draw, GroupSampler
 from megatron_rl.types import Group, Prompt, Response
 from tests.unit.tiny import run_config
 
-SAMPLING = Sampling(max_tokens=9)
+SAMPLING = Sampling(temperature=0.75)
 PROMPTS = [Prompt(index=10 + n, text=f"{n}=", ids=(1, VOCABULARY.index(str(n))), answer=str(n)) for n in range(5)]
 
 
 class Echo:
     """An engine that answers `#` and the prompt's digit, last sample first; sample 1 is cut off before it ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, lost: tuple[int, int] | None = None) -> None:
         self.asked: list[Request] = []
+        self.lost = lost
         self.sampling: Sampling | None = None
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, int, Response]]:
@@ -33,10 +33,19 @@ class Echo:
             for sample in reversed(range(len(requests[number].seeds))):
                 end = () if sample == 1 else (EOS_ID,)
                 ids = (VOCABULARY.index("#"), requests[number].prompt_ids[-1], *end)
-                reason = "length" if sample == 1 else "stop"
                 logprobs = (-1.0, -2.0, -3.0)[: len(ids)]
-                response = Response(ids=ids, logprobs=logprobs, finish_reason=reason, weight_version=0)  # type: ignore[arg-type]
-                yield number, sample, response
+                if (requests[number].prompt_ids[-1], sample) == self.lost:
+                    continue
+                yield (
+                    number,
+                    sample,
+                    Response(
+                        ids=ids,
+                        logprobs=logprobs,
+                        finish_reason="length" if sample == 1 else "stop",
+                        weight_versions=(0,) * len(ids),
+                    ),
+                )
 
 
 class Waiting(Exception):
@@ -79,7 +88,8 @@ def sampled(
         engine = Echo()
         sampler = GroupSampler(engine, grader, build_tokenizer(), seed)  # type: ignore[arg-type]
         with contextlib.suppress(Waiting):
-            groups = sampler.sample(draws, responses=3, sampling=SAMPLING)
+            groups = sampler.sample(draws, responses=3, max_tokens=9, sampling=SAMPLING)
+        assert engine.sampling == SAMPLING
         asked.append(engine.asked)
     return groups, asked
 
@@ -93,6 +103,7 @@ def test_groups_come_back_in_the_order_of_the_draws(ranks: int, monkeypatch: pyt
         assert [graded.score for graded in group.responses] == [1.0, 0.0, 1.0]  # sample 1 was cut off
     assert sorted(request.prompt_ids for requests in asked for request in requests) == [p.ids for p in PROMPTS]
     assert max(map(len, asked)) - min(map(len, asked)) <= 1
+    assert {request.max_tokens for requests in asked for request in requests} == {9}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -119,6 +130,47 @@ def test_an_answer_whose_grading_fails_is_ungraded_and_the_run_goes_on(monkeypat
         assert group.accuracy == 0.5
 
 
+@pytest.mark.parametrize("score", [-0.01, 1.01, -1, 2, math.inf, -math.inf])
+def test_a_score_that_is_no_share_of_right_is_ungraded(
+    score: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    groups, _ = sampled(monkeypatch, 1, lambda prompt, text, finished: score if finished else 1)
+    assert [group.graded_scores for group in groups] == [[1.0]] * 5
+    (said,) = caplog.messages
+    assert f"it returned {float(score)}; a score is from 0 (wrong) to 1 (right)" in said
+
+
+def test_a_grader_that_says_ungraded_did_not_fail(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    groups, _ = sampled(monkeypatch, 1, lambda prompt, text, finished: math.nan)
+    assert [group.graded_scores for group in groups] == [[]] * 5
+    assert caplog.messages == []
+
+
+def test_each_kind_of_failure_of_a_grader_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def brittle(prompt: Prompt, text: str, finished: bool) -> float:
+        if finished:
+            raise KeyError(prompt.answer)
+        raise ZeroDivisionError(prompt.answer)
+
+    sampled(monkeypatch, 1, brittle)
+    kinds = [next(kind for kind in ("KeyError", "ZeroDivisionError") if kind in said) for said in caplog.messages]
+    assert sorted(kinds) == ["KeyError", "ZeroDivisionError"]
+    assert all("the grader failed on the prompt of row 14" in said for said in caplog.messages)  # the first that came
+
+
+def test_a_response_that_the_engine_loses_is_an_error_that_names_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "dist", Ranks(1))
+    engine = Echo(lost=(PROMPTS[3].ids[-1], 2))
+    sampler = GroupSampler(engine, last_line, build_tokenizer(), seed=3)  # type: ignore[arg-type]
+    draws = [Draw(place=(TRAINING_STREAM, 2, n), prompt=prompt) for n, prompt in enumerate(PROMPTS)]
+    with pytest.raises(RuntimeError, match="2 of 3 responses to prompt 13"):
+        sampler.sample(draws, responses=3, max_tokens=9, sampling=SAMPLING)
+
+
 def test_graders_get_text_without_special_tokens_and_whether_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, str, bool]] = []
 
@@ -139,6 +191,7 @@ def test_evaluation_has_seeds_of_its_own_that_do_not_depend_on_the_step(monkeypa
     assert metrics.pairs["eval/accuracy"] == (5.0, 10.0)
     assert metrics.pairs["eval/length_right"] == (15.0, 5.0)
     assert metrics.pairs["eval/length_wrong"] == (10.0, 5.0)
-    assert engine.sampling == Sampling(max_tokens=7, temperature=0.5)
+    assert engine.sampling == Sampling(temperature=0.5)
     for row, request in enumerate(engine.asked):
+        assert request.max_tokens == 7
         assert list(request.seeds) == [response_seed(3, EVALUATION_STREAM, 0, row, sample) for sample in range(2)]

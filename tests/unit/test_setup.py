@@ -2,14 +2,15 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_rl.config import TrainerConfig
 from megatron_rl.errors import UserError
 from megatron_rl.training.checkpoint import RunState, latest_checkpoint, read_run_state
-from megatron_rl.training.optimizer import learning_rate
-from megatron_rl.training.setup import check_layout, known_arguments
+from megatron_rl.training.optimizer import learning_rate, set_rates
+from megatron_rl.training.setup import check_layout
 from tests.unit.tiny import SHAPE, run_config
 
 
@@ -49,18 +50,18 @@ def test_more_ranks_than_responses_are_refused() -> None:
     check_layout(run_config(rollout={"prompts_per_step": 2, "responses_per_prompt": 3}), SHAPE, 6)
 
 
-def test_only_arguments_that_are_known_are_passed_on() -> None:
-    def of_some_version(*, old: bool) -> None: ...
-
-    assert known_arguments(of_some_version, old=False, new=False) == {"old": False}
-
-
 @pytest.mark.parametrize(
     ("warmup", "rates"), [(0, [1, 1, 1, 1, 1, 1]), (1, [1, 1, 1, 1, 1, 1]), (4, [0.25, 0.5, 0.75, 1, 1, 1])]
 )
 def test_the_warm_up_counts_optimizer_steps_and_then_the_rate_is_constant(warmup: int, rates: list[float]) -> None:
     trainer = TrainerConfig(lr=8e-6, lr_warmup_steps=warmup)
     assert [learning_rate(trainer, done) / 8e-6 for done in range(6)] == pytest.approx(rates)
+
+
+def test_what_megatron_exempts_from_weight_decay_does_not_decay() -> None:
+    groups = [{"lr": 9.0, "weight_decay": 9.0, "wd_mult": wd_mult} for wd_mult in (1.0, 0.0, 0.5)]
+    set_rates(SimpleNamespace(param_groups=groups), lr=0.25, weight_decay=0.5)
+    assert [(group["lr"], group["weight_decay"]) for group in groups] == [(0.25, 0.5), (0.25, 0.0), (0.25, 0.25)]
 
 
 STATE = RunState(step=4, updates=8, prompts_drawn=130, seed=0, data_fingerprint="f")

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +98,26 @@ def test_samples_hold_what_one_wants_to_read_and_what_can_be_checked(tmp_path: P
     assert rows == [
         {
             "prompt_index": 2, "sample": 0, "prompt": "prompt 2", "response": "text 0", "answer": "2", "score": 1,
-            "finish_reason": "stop", "tokens": 2, "weight_version": 3, "ids": [200, 201], "logprobs": [-0.5, -0.625],
+            "finish_reason": "stop", "tokens": 2, "weight_versions": [3], "ids": [200, 201], "logprobs": [-0.5, -0.625],
         },
         {
             "prompt_index": 2, "sample": 1, "prompt": "prompt 2", "response": "text 1", "answer": "2", "score": None,
-            "finish_reason": "length", "tokens": 3, "weight_version": 3, "ids": [210, 211, 212],
+            "finish_reason": "length", "tokens": 3, "weight_versions": [3], "ids": [210, 211, 212],
             "logprobs": [-0.5, -0.625, -0.75],
         },
     ]  # fmt: skip
     writer.close()
+
+
+def test_a_sample_says_each_weight_version_once(tmp_path: Path) -> None:
+    group = graded_group(2, [1], [4])
+    (answer,) = group.responses
+    mixed = replace(answer, response=replace(answer.response, weight_versions=(3, 3, 4, 3)))
+    writer = RunWriter(config_of(tmp_path), 0)
+    writer.samples(1, [replace(group, responses=(mixed,))])
+    writer.close()
+    (row,) = (tmp_path / "samples" / "step_000001.jsonl").read_text().splitlines()
+    assert json.loads(row)["weight_versions"] == [3, 4]
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(0, []), (2, [0, 0, 1, 1]), (16, [0, 0, 1, 1, 2, 2])])

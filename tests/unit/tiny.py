@@ -73,7 +73,7 @@ def graded_group(
                 ids=tuple(range(100 * index + 10 * number, 100 * index + 10 * number + length)),
                 logprobs=tuple(-0.5 - position / 8 for position in range(length)),
                 finish_reason="length" if number in truncated else "stop",
-                weight_version=3,
+                weight_versions=(3,) * length,
             ),
             text=f"text {number}",
             score=score,
