@@ -32,19 +32,7 @@ def launch_local(processes: int, arguments: Sequence[str]) -> int:
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-m", "megatron_rl", *arguments],
-            env={
-                **os.environ,
-                **{key: str(value) for key, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()},
-                "OMP_NUM_THREADS": threads,
-            },
-            start_new_session=True,  # Ctrl-C in a terminal comes to us alone
-            preexec_fn=_stop_with_parent,
-        )
-        for rank in range(processes)
-    ]
+    children: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         for child in children:
@@ -52,6 +40,16 @@ def launch_local(processes: int, arguments: Sequence[str]) -> int:
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
+        for rank in range(processes):
+            place = {**shared, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": threads}
+            children.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "megatron_rl", *arguments],
+                    env={**os.environ, **{key: str(value) for key, value in place.items()}},
+                    start_new_session=True,  # Ctrl-C in a terminal comes to us alone
+                    preexec_fn=_stop_with_parent,
+                )
+            )
         return _wait(children)
     finally:
         for number, handler in before.items():
@@ -61,16 +59,17 @@ def launch_local(processes: int, arguments: Sequence[str]) -> int:
 def _wait(children: Sequence["subprocess.Popen[bytes]"]) -> int:
     """Wait for all; after the first failure the others get `GRACE_S`, then they are killed."""
     first, deadline = 0, float("inf")
-    while any(child.poll() is None for child in children):
-        for child in children:
-            if child.returncode and not first:
-                first, deadline = child.returncode, time.monotonic() + GRACE_S
+    while True:
+        codes = [child.poll() for child in children]
+        failed = next((code for code in codes if code), 0)
+        if failed and not first:
+            first, deadline = failed, time.monotonic() + GRACE_S
+        if None not in codes:
+            return first if first >= 0 else 128 - first
         if time.monotonic() > deadline:
             for child in children:
                 child.kill()
         time.sleep(0.05)
-    first = first or next((child.returncode for child in children if child.returncode), 0)
-    return first if first >= 0 else 128 - first
 
 
 _PR_SET_PDEATHSIG = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
@@ -45,8 +47,13 @@ def checkpoints_dir(config: Config) -> Path:
 
 def latest_checkpoint(config: Config) -> Path | None:
     """The newest complete checkpoint of the run, or None. Unfinished ones have another name."""
-    found = sorted(checkpoints_dir(config).glob("step_*"))
+    found = _complete(config)
     return found[-1] if found else None
+
+
+def _complete(config: Config) -> list[Path]:
+    """Complete checkpoints of the run, oldest first; whatever else lies there is not ours."""
+    return sorted(path for path in checkpoints_dir(config).glob("step_*") if path.name[5:].isdecimal())
 
 
 def save_checkpoint(config: Config, trainer: Trainer, state: RunState) -> Path:
@@ -60,6 +67,9 @@ def save_checkpoint(config: Config, trainer: Trainer, state: RunState) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
+    # Megatron's own queue lives in a spawned process, which a signal to the process group ends and a killed rank leaves
+    # behind. This save is synchronous: a queue in this process does.
+    filesystem_async._results_queue = queue.Queue()
     dist_checkpointing.save(
         _sharded_state(trainer, loading=False),
         str(partial),
@@ -69,7 +79,7 @@ def save_checkpoint(config: Config, trainer: Trainer, state: RunState) -> Path:
         (partial / _STATE).write_text(json.dumps(asdict(state), indent=2))
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
-        for old in sorted(checkpoints_dir(config).glob("step_*"))[: -config.checkpoint.keep]:
+        for old in _complete(config)[: -config.checkpoint.keep]:
             shutil.rmtree(old)
     dist.barrier()
     return target

@@ -67,10 +67,10 @@ def check_model(config_of: Any, reference: Path) -> dict[str, Any]:
     }
     batch = make_batch(make_groups(), config)
     share = trainer._share(batch.updates[0])
-    # Log-probs of another policy as the old ones: ratios away from 1, some of them clipped.
-    metrics = trainer.gradients(share, [micro.rollout_logprobs for micro in share.micro_batches])
-    results["gradients"] = hf_named(trainer, lambda parameter: parameter.main_grad)
-    results["gradient_metrics"] = metrics.values()
+    # On policy, and with log-probs of another policy as the old ones: ratios away from 1, some of them clipped.
+    for name, old in (("on_policy", None), ("clipped", [micro.rollout_logprobs for micro in share.micro_batches])):
+        metrics = trainer.gradients(share, old)
+        results[name] = (hf_named(trainer, lambda parameter: parameter.main_grad), metrics.values())
     results["engine"] = [engine_gaps(trainer, batch, version) for version in range(3)]
     results["resume"] = {
         sharded: resume_gaps(config_of(distributed_optimizer=sharded), batch) for sharded in (False, True)

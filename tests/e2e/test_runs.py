@@ -26,7 +26,9 @@ TP2, PP2, DP2 = "trainer.tensor_parallel_size=2", "trainer.pipeline_parallel_siz
 
 @pytest.mark.parametrize(("preset", "layout"), [("grpo", DP2), ("dapo", TP2), ("dr_grpo", PP2), ("rloo", TP2)])
 def test_every_preset_trains(job: Job, preset: str, layout: str) -> None:
-    run = job.train(f"preset_{preset}", f"algorithm.preset={preset}", DP2, layout, processes=2)
+    run = job.train(
+        f"preset_{preset}", f"algorithm.preset={preset}", DP2, layout, "rollout.responses_per_prompt=3", processes=2
+    )
     rows = read_metrics(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:

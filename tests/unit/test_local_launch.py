@@ -46,10 +46,10 @@ def wait_for(*files: Path) -> None:
         ("exit 0", 0),
         ("exit 75", 75),
         ("[ $RANK = 2 ] && exit 7; exit 0", 7),
-        ("[ $RANK = 0 ] && exit 2; sleep 0.4; exit 3", 2),
-        ("[ $RANK = 2 ] && exit 3; sleep 0.4; exit 2", 3),
+        ("[ $RANK = 0 ] && exit 2; sleep 2; exit 3", 2),
+        ("[ $RANK = 2 ] && exit 3; sleep 2; exit 2", 3),
         ("[ $RANK = 1 ] && kill -KILL $$; exit 0", 128 + signal.SIGKILL),
-        ("[ $RANK = 1 ] && kill -TERM $$; sleep 0.4; exit 1", 128 + signal.SIGTERM),
+        ("[ $RANK = 1 ] && kill -TERM $$; sleep 2; exit 1", 128 + signal.SIGTERM),
     ],
 )
 def test_the_exit_code_is_that_of_the_first_that_failed(program: str, code: int) -> None:
