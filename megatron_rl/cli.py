@@ -90,9 +90,22 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if _first_to_say(str(error)):
             print(f"error: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)
+
+
+def _first_to_say(mistake: str) -> bool:
+    """Whether no other rank has said it: a mistake is often that of all ranks, but may be that of one."""
+    if "torch.distributed" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            try:
+                return dist.distributed_c10d._get_default_store().add(f"said: {mistake}", 1) == 1
+            except RuntimeError:  # rank 0, which holds the store, has ended
+                return True
+    return os.environ.get("LOCAL_RANK", "0") == "0"  # before the start: once a node, whose disk may be at fault
 
 
 def _quiet_libraries() -> None:

@@ -10,6 +10,8 @@ from megatron_rl.algorithms.weights import Normalisation
 
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Seconds = Annotated[int, Field(ge=1, le=10**7)]
 
 
 class Section(BaseModel):
@@ -224,13 +226,13 @@ class Config(Section):
     run_dir: Path
     """Everything the run leaves is written here. A directory with checkpoints of the same run is resumed."""
 
-    seed: NotNegative = 0
+    seed: Seed = 0
     """Seeds the order of prompts and every sampled response."""
 
     steps: Positive
     """Rollout steps."""
 
-    collective_timeout_s: Positive = 1800
+    collective_timeout_s: Seconds = 1800
     """How long a rank waits for the others before the run is given up."""
 
     model: ModelConfig

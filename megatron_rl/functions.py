@@ -17,7 +17,7 @@ def load_function(name: str, option: str) -> Callable[..., object]:
         raise UserError(f"{option}: {name!r} is neither a known name nor package.module:function")
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError) as error:  # TypeError: a relative import
         raise UserError(f"{option}: {name}: {error} (is its folder on PYTHONPATH?)") from None
     if not callable(function):
         raise UserError(f"{option}: {name} is not a function")

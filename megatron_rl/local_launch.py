@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 GRACE_S = 20.0
-"""How long the others may take to end by themselves after one has failed; they wait for it in a collective."""
+"""How long the others may take to end after the first; a rank that failed is waited for in a collective."""
 
 
 def launch_local(processes: int, arguments: Sequence[str]) -> int:
@@ -57,13 +57,13 @@ def launch_local(processes: int, arguments: Sequence[str]) -> int:
 
 
 def _wait(children: Sequence["subprocess.Popen[bytes]"]) -> int:
-    """Wait for all; after the first failure the others get `GRACE_S`, then they are killed."""
+    """Wait for all. They end together: after the first one the others get `GRACE_S`, then they are killed."""
     first, deadline = 0, float("inf")
     while True:
         codes = [child.poll() for child in children]
-        failed = next((code for code in codes if code), 0)
-        if failed and not first:
-            first, deadline = failed, time.monotonic() + GRACE_S
+        first = first or next((code for code in codes if code), 0)
+        if deadline == float("inf") and codes.count(None) < len(codes):
+            deadline = time.monotonic() + GRACE_S
         if None not in codes:
             return first if first >= 0 else 128 - first
         if time.monotonic() > deadline:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from megatron_rl.config import Config
@@ -15,6 +17,7 @@ from megatron_rl.config_files import dump_config
 from megatron_rl.data.prompts import load_prompts, load_tokenizer
 from megatron_rl.data.stream import PromptStream
 from megatron_rl.errors import UserError
+from megatron_rl.files import replace_text
 from megatron_rl.phases import Phases
 from megatron_rl.resharding.hf_files import HfReader, write_hf
 from megatron_rl.rewards.graders import load_grader
@@ -22,6 +25,7 @@ from megatron_rl.rollout.collector import Collector, Rollout
 from megatron_rl.rollout.embedded import EmbeddedEngine
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.sampler import GroupSampler
+from megatron_rl.run_dir import RunLock, check_run_dir
 from megatron_rl.stopping import StopWish
 from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.telemetry.progress import Progress
@@ -33,10 +37,11 @@ from megatron_rl.training.checkpoint import (
     load_checkpoint,
     read_run_state,
     save_checkpoint,
+    unchangeable,
 )
 from megatron_rl.training.hf_config import read_model_spec
 from megatron_rl.training.model import DTYPES, uses_transformer_engine
-from megatron_rl.training.objective import load_loss
+from megatron_rl.training.objective import load_loss, try_loss
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Prompt
 
@@ -54,22 +59,26 @@ class Run:
         """
         self.config = config
         begun = time.perf_counter()
+        check_run_dir(config.run_dir)
         spec = read_model_spec(config.model.path)
         setup.check_layout(config, spec.shape, setup.world_size())
         tokenizer = load_tokenizer(config.model.path)
         data = load_prompts(config.data.train, tokenizer, config.data)
-        self.data_fingerprint = data.fingerprint
+        self.fixed = unchangeable(config, spec.shape, data.fingerprint)
         heldout = load_prompts(config.data.eval, tokenizer, config.data) if config.data.eval else None
         self.heldout = heldout.prompts if heldout else ()
         grader = load_grader(config.rewards)
-        load_loss(config.algorithm)
+        loss = load_loss(config.algorithm)
         with HfReader(config.model.path, spec.shape):
             vocabulary = min(max(tokenizer.get_vocab().values()) + 1, spec.shape.vocab)
+        _check_ids(spec.shape.vocab, config.data.train, data.prompts)
+        _check_ids(spec.shape.vocab, config.data.eval, self.heldout)
         _check_positions(spec.max_positions, (*data.prompts, *self.heldout), config)
         eos = _usable_eos(spec.eos_token_ids, tokenizer.eos_token_id, vocabulary, config)
         self.step = 0
 
         setup.start(config)
+        try_loss(loss, cpu.device())
         self.leader = dist.get_rank() == 0
         self.progress = Progress(config.steps, quiet=not self.leader)
         for path, prompts in ((config.data.train, data), (config.data.eval, heldout)):
@@ -114,30 +123,44 @@ class Run:
 
     def resume(self) -> None:
         """Go on from the newest checkpoint of the run directory, if there is one, and open the run's files."""
-        newest = self._from_leader(latest_checkpoint(self.config))  # one choice, whatever each node sees of the disk
+        self._from_leader(self._take_run_dir)
+        # One choice, whatever each node sees of the disk.
+        newest = self._from_leader(lambda: latest_checkpoint(self.config))
         if newest is not None:
-            state = read_run_state(newest, self.config, self.data_fingerprint)
+            state = read_run_state(newest, self.fixed)
             load_checkpoint(newest, self.trainer, state)
             self.step = self._saved_step = state.step
             self.stream.position = state.prompts_drawn
             self.progress.say(f"going on after step {self.step}, from {newest}")
-        if self.leader:
-            self.config.run_dir.mkdir(parents=True, exist_ok=True)
-            (self.config.run_dir / "config.yaml").write_text(dump_config(self.config))
-            self.writer = RunWriter(self.config, self.step)
+        self._from_leader(self._open_files)
+
+    def _take_run_dir(self) -> None:
+        self._started.enter_context(RunLock(self.config.run_dir))
+
+    def _open_files(self) -> None:
+        replace_text(self.config.run_dir / "config.yaml", dump_config(self.config))
+        self.writer = RunWriter(self.config, self.step)
 
     def asked_to_stop(self) -> bool:
-        """Rank 0's decision, at the boundary between two steps. A collective."""
-        stop = self._from_leader(self._stop_wish.asked)
-        if stop:
+        """Whether any rank was asked to stop, at the boundary between two steps. A collective."""
+        wish = torch.tensor(int(self._stop_wish.asked), device=cpu.device())
+        dist.all_reduce(wish, dist.ReduceOp.MAX)
+        if wish:
             self.progress.say(f"asked to stop after step {self.step}; start the same command again to go on")
-        return stop
+        return bool(wish)
 
-    def _from_leader(self, value: T) -> T:
-        """Rank 0's value, on every rank."""
-        message = [value]
+    def _from_leader(self, act: Callable[[], T]) -> T:
+        """What `act` returns on rank 0, on every rank; or its mistake, on every rank. A collective."""
+        message: list[T | UserError | None] = [None]
+        if self.leader:
+            try:
+                message = [act()]
+            except UserError as error:
+                message = [error]
         dist.broadcast_object_list(message, src=0)
-        return message[0]
+        if isinstance(message[0], UserError):
+            raise message[0]
+        return cast(T, message[0])
 
     def finish_step(self, step: int, rollout: Rollout, metrics: MeanMetrics) -> None:
         """Count the step as done and write down what happened in it."""
@@ -176,8 +199,7 @@ class Run:
             step=self.step,
             updates=self.trainer.updates_done,
             prompts_drawn=self.stream.position,
-            seed=self.config.seed,
-            data_fingerprint=self.data_fingerprint,
+            fixed=self.fixed,
         )
         path = save_checkpoint(self.config, self.trainer, state)
         self._saved_step = self.step
@@ -195,6 +217,15 @@ class Run:
             for _ in weights:
                 continue
         self.progress.say(f"exported {target}")
+
+
+def _check_ids(vocab: int, path: Path | None, prompts: Sequence[Prompt]) -> None:
+    for prompt in prompts:
+        if max(prompt.ids) >= vocab:
+            raise UserError(
+                f"{path}:{prompt.index}: token id {max(prompt.ids)} is beyond the model's vocab_size ({vocab}); "
+                "the tokenizer belongs to another model"
+            )
 
 
 def _check_positions(positions: int | None, prompts: Sequence[Prompt], config: Config) -> None:

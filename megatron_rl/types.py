@@ -78,7 +78,7 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sequence:
+class TrainedResponse:
     """One response as the trainer sees it."""
 
     prompt_ids: tuple[int, ...]
@@ -93,7 +93,7 @@ class Sequence:
 class TrainBatch:
     """What one rollout step trains on: `updates[k]` holds the sequences of its k-th optimizer step."""
 
-    updates: tuple[tuple[Sequence, ...], ...]
+    updates: tuple[tuple[TrainedResponse, ...], ...]
     metrics: Mapping[str, tuple[float, float]]
     """(sum, weight) pairs about the groups, before training."""
 

@@ -32,7 +32,7 @@ class GroupSampler:
 
     def __init__(self, engine: Engine, grader: Grader, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
         self.engine, self.grader, self.tokenizer, self.seed = engine, grader, tokenizer, seed
-        self._failures_said: set[type[Exception]] = set()
+        self._failures_said: set[type[BaseException]] = set()
 
     def sample(self, draws: Sequence[Draw], *, responses: int, max_tokens: int, sampling: Sampling) -> list[Group]:
         """One group for each draw, in the order of `draws`. A collective over all ranks.
@@ -77,7 +77,7 @@ class GroupSampler:
             score = float(self.grader(prompt, text, response.finish_reason == "stop"))
             if score < 0 or score > 1:
                 raise ValueError(f"it returned {score}; a score is from 0 (wrong) to 1 (right)")
-        except Exception as error:  # a user's function; its failure is an ungraded answer, not the end of the run
+        except (Exception, SystemExit) as error:  # a user's function; it fails on an answer, and does not end the run
             score = math.nan
             if type(error) not in self._failures_said:  # each kind once: it may fail on every answer of the run
                 self._failures_said.add(type(error))

@@ -16,12 +16,20 @@ _COLUMNS = (
 )
 
 
+class _Terminal(Console):
+    """Goes silent when the reader of its output has gone (rich would end the run)."""
+
+    def on_broken_pipe(self) -> None:
+        """What rich calls."""
+        self.quiet = True
+
+
 class Progress:
     """Prints steps, evaluations and events with the time left."""
 
     def __init__(self, steps: int, *, quiet: bool) -> None:
         self.steps = steps
-        self.console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+        self.console = _Terminal(quiet=quiet, highlight=False, soft_wrap=True)
         self._first: tuple[float, int] | None = None
 
     def say(self, text: str) -> None:

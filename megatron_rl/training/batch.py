@@ -1,7 +1,7 @@
 """Kept groups to the training batch, and the training batch to micro-batches. Pure: the same on every rank."""
 
 import itertools
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +10,10 @@ from megatron_rl.algorithms.advantages import group_advantages
 from megatron_rl.algorithms.shaping import soft_overlong_penalty
 from megatron_rl.algorithms.weights import loss_weights
 from megatron_rl.config import Config
-from megatron_rl.types import Group, MicroBatch, Sequence, TrainBatch
+from megatron_rl.types import Group, MicroBatch, TrainBatch, TrainedResponse
 
 
-def make_batch(groups: Many[Group], config: Config) -> TrainBatch:
+def make_batch(groups: Sequence[Group], config: Config) -> TrainBatch:
     """Rewards, advantages and loss weights of a rollout step, cut at group boundaries into its optimizer steps.
 
     Args:
@@ -49,7 +49,7 @@ def make_batch(groups: Many[Group], config: Config) -> TrainBatch:
         )
         updates.append(
             tuple(
-                Sequence(
+                TrainedResponse(
                     prompt_ids=groups[int(ids[i])].prompt.ids,
                     response_ids=responses[i].ids,
                     rollout_logprobs=responses[i].logprobs,
@@ -87,10 +87,12 @@ class Share:
     seq_length: int
 
 
-def share_of_rank(update: Many[Sequence], *, rank: int, ranks: int, micro_batch_size: int, multiple: int) -> Share:
+def share_of_rank(
+    update: Sequence[TrainedResponse], *, rank: int, ranks: int, micro_batch_size: int, multiple: int
+) -> Share:
     """This rank's micro-batches of an optimizer step.
 
-    Sequences with weight 0 are left out; a rank without any still runs, on rows that are all padding. Longest first,
+    Responses with weight 0 are left out; a rank without any still runs, on rows that are all padding. Longest first,
     dealt out in turn, so that ranks get like lengths.
 
     Args:
@@ -110,7 +112,7 @@ def share_of_rank(update: Many[Sequence], *, rank: int, ranks: int, micro_batch_
     return Share(micro_batches=tuple(_pad(batch, rows, seq_length) for batch in batches), seq_length=seq_length)
 
 
-def _pad(sequences: Many[Sequence], rows: int, seq_length: int) -> MicroBatch:
+def _pad(sequences: Sequence[TrainedResponse], rows: int, seq_length: int) -> MicroBatch:
     tokens = torch.zeros(rows, seq_length + 1, dtype=torch.int64)
     weights, advantages, rollout = (torch.zeros(rows, seq_length) for _ in range(3))
     mask = torch.zeros(rows, seq_length, dtype=torch.bool)

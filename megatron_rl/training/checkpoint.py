@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import queue
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
+from megatron_rl.resharding.names import Shape
 from megatron_rl.training.optimizer import load_optimizer_state, sharded_optimizer_state
 from megatron_rl.training.trainer import Trainer
 
@@ -35,9 +41,19 @@ class RunState:
     prompts_drawn: int
     """Position of the prompt stream."""
 
-    seed: int
-    data_fingerprint: str
-    """Of the training prompts (`PromptSet.fingerprint`)."""
+    fixed: Mapping[str, Any]
+    """What may not change when the run goes on (`unchangeable`)."""
+
+
+def unchangeable(config: Config, shape: Shape, data_fingerprint: str) -> dict[str, Any]:
+    """By option: what a run that goes on must share with the checkpoint it goes on from."""
+    return {
+        "data.train": f"data of SHA-256 {data_fingerprint[:16]}",
+        "seed": config.seed,
+        "model.path": asdict(shape),
+        "trainer.dtype": config.trainer.dtype,
+        "trainer.distributed_optimizer": config.trainer.distributed_optimizer,
+    }
 
 
 def checkpoints_dir(config: Config) -> Path:
@@ -70,11 +86,18 @@ def save_checkpoint(config: Config, trainer: Trainer, state: RunState) -> Path:
     # Megatron's own queue lives in a spawned process, which a signal to the process group ends and a killed rank leaves
     # behind. This save is synchronous: a queue in this process does.
     filesystem_async._results_queue = queue.Queue()
-    dist_checkpointing.save(
-        _sharded_state(trainer, loading=False),
-        str(partial),
-        content_metadata=_metadata(stored=True),
-    )
+    try:
+        dist_checkpointing.save(
+            _sharded_state(trainer, loading=False),
+            str(partial),
+            content_metadata=_metadata(stored=True),
+        )
+    except CheckpointException as error:  # on every rank; rank 0 alone knows why
+        reason = [_reason(error)]
+        dist.broadcast_object_list(reason, src=0)
+        raise UserError(f"{target} could not be saved: {reason[0]}; {_UNSAVED}") from None
+    except (CheckpointingException, OSError) as error:
+        raise UserError(f"{target} could not be saved: {_reason(error)}; {_UNSAVED}") from None
     if dist.get_rank() == 0:
         (partial / _STATE).write_text(json.dumps(asdict(state), indent=2))
         shutil.rmtree(target, ignore_errors=True)
@@ -85,34 +108,66 @@ def save_checkpoint(config: Config, trainer: Trainer, state: RunState) -> Path:
     return target
 
 
-def read_run_state(directory: Path, config: Config, data_fingerprint: str) -> RunState:
+def read_run_state(directory: Path, fixed: Mapping[str, Any]) -> RunState:
     """The state file of a checkpoint, checked against the run that wants to go on from it.
 
     Raises:
-        UserError: the state can't be read, or the run has other prompts or another seed now.
+        UserError: the state can't be read, or something differs that may not (`unchangeable`).
     """
     try:
         state = RunState(**json.loads((directory / _STATE).read_text()))
     except (OSError, ValueError) as error:
-        raise UserError(f"{directory / _STATE}: {error}; move {directory} away to go on from the one before") from None
+        raise UserError(f"{directory / _STATE}: {error}; {_MOVE.format(directory)}") from None
     except TypeError as error:
         raise UserError(f"{directory / _STATE}: written by another version of megatron_rl ({error})") from None
-    if state.data_fingerprint != data_fingerprint:
-        raise UserError(
-            f"data.train: {config.data.train} is not the data that {directory} was made with; "
-            "give that file back, or start a new run_dir"
-        )
-    if state.seed != config.seed:
-        raise UserError(f"seed: {directory} was made with seed {state.seed}; set it, or start a new run_dir")
+    for option, now in fixed.items():
+        then = state.fixed.get(option)
+        if then != now:
+            raise UserError(
+                f"{option}: {directory} was made with {_difference(then, now)}; set it back, or start a new run_dir"
+            )
     return state
 
 
+def _difference(then: Any, now: Any) -> str:
+    """How what a checkpoint was made with differs from what it is now."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        parts = (f"{key} {then.get(key)} (now {now[key]})" for key in now if then.get(key) != now[key])
+        return ", ".join(parts)
+    return f"{then} (now {now})"
+
+
 def load_checkpoint(directory: Path, trainer: Trainer, state: RunState) -> None:
-    """Put weights and optimizer of a checkpoint into the trainer, from any layout. A collective."""
-    loaded = dist_checkpointing.load(_sharded_state(trainer, loading=True), str(directory))
+    """Put weights and optimizer of a checkpoint into the trainer, from any layout. A collective.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    try:
+        FileSystemReader(directory).read_metadata()  # torch would log a traceback on every rank and go on without
+        loaded = dist_checkpointing.load(_sharded_state(trainer, loading=True), str(directory))
+    except _DAMAGE as error:
+        raise UserError(f"{directory} can't be loaded: {_reason(error)}; {_MOVE.format(directory)}") from None
     trainer.model.load_state_dict(loaded["model"])
     load_optimizer_state(trainer.optimizer, loaded["optimizer"])
     trainer.updates_done = state.updates
+
+
+_UNSAVED = "make room, then start the same command again: the checkpoints before it are whole"
+_MOVE = "move {} away to go on from the one before"
+# What Megatron, torch and pickle raise on files that are cut off, overwritten or missing, and on a full disk.
+# torch's CheckpointException is no Exception, and holds those of all ranks.
+_DAMAGE: tuple[type[BaseException], ...] = (
+    *(CheckpointException, CheckpointingException, OSError, RuntimeError, ValueError, LookupError, EOFError),
+    *(UnpicklingError, AttributeError, TypeError, AssertionError),
+)
+
+
+def _reason(error: BaseException) -> str:
+    """The first cause, on one line."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _sharded_state(trainer: Trainer, *, loading: bool) -> dict[str, Any]:

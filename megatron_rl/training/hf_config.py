@@ -1,17 +1,23 @@
 """The architecture comes from the Hugging Face config.json: every field is used, or known not to matter, or refused."""
 
 import json
+import os
+import reprlib
+import sys
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from megatron_rl.errors import UserError
 from megatron_rl.resharding.names import Shape
 
+Default = TypeVar("Default")
+
 # Fields that say nothing about the function that the model computes.
 _BOOKKEEPING = frozenset(
     "architectures model_type transformers_version torch_dtype dtype initializer_range use_cache _name_or_path "
-    "bos_token_id eos_token_id pad_token_id max_window_layers output_attentions "
+    "bos_token_id max_window_layers output_attentions "
     "output_hidden_states return_dict chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type".split()
 )
 
@@ -34,98 +40,142 @@ def read_model_spec(directory: Path) -> ModelSpec:
     """The architecture of the HF checkpoint in `directory`.
 
     Raises:
-        UserError: no such directory or config.json, an unknown architecture, a field with a meaning that is not
-            implemented.
+        UserError: no such directory or config.json, an unknown architecture, a field of a wrong type, a field with a
+            meaning that is not implemented.
     """
-    if not directory.is_dir():
+    if not os.path.isdir(directory):  # unlike Path.is_dir, False for what cannot even be looked at
         raise UserError(f"model.path: {directory} is not a directory")
-    fields = _read_json(directory / "config.json")
     where = directory / "config.json"
-    take = _Fields(fields, where)
+    take = _Fields(_read_json(where), str(where))
     if take("model_type") != "qwen2":
-        raise UserError(f"{where}: model_type {fields.get('model_type')!r} is not supported; qwen2 (Qwen2, Qwen2.5) is")
-    heads, hidden = take("num_attention_heads"), take("hidden_size")
+        take.refuse("model_type", "is not supported; qwen2 (Qwen2, Qwen2.5) is")
+    heads, hidden = take.size("num_attention_heads"), take.size("hidden_size")
     shape = Shape(
-        layers=take("num_hidden_layers"),
+        layers=take.size("num_hidden_layers"),
         hidden=hidden,
         heads=heads,
-        kv_heads=take("num_key_value_heads", heads),
-        head_dim=take("head_dim", hidden // heads),
-        intermediate=take("intermediate_size"),
-        vocab=take("vocab_size"),
-        tied=take("tie_word_embeddings", False),
+        kv_heads=take.size("num_key_value_heads", heads),
+        head_dim=take.size("head_dim", hidden // heads),
+        intermediate=take.size("intermediate_size"),
+        vocab=take.size("vocab_size"),
+        tied=take.flag("tie_word_embeddings", False),
     )
-    if shape.heads % shape.kv_heads:
+    if heads % shape.kv_heads:
         raise UserError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads")
+    if "head_dim" not in take.fields and hidden % heads:
+        raise UserError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}; set head_dim")
+    if shape.head_dim % 2:
+        raise UserError(f"{where}: head_dim {shape.head_dim} is odd; rotary positions turn pairs")
     spec = ModelSpec(
         shape=shape,
-        norm_eps=take("rms_norm_eps", 1e-6),
-        rope_theta=_rope_theta(take, where),
-        max_positions=take("max_position_embeddings", None),
-        eos_token_ids=_eos_token_ids(fields, directory),
+        norm_eps=take.positive("rms_norm_eps", 1e-6),
+        rope_theta=_rope_theta(take),
+        max_positions=take.size("max_position_embeddings", None),
+        eos_token_ids=take.token_ids("eos_token_id") | _generation_eos(directory / "generation_config.json"),
     )
     take.require("hidden_act", "silu")
     take.require("attention_dropout", 0.0)
     take.require("use_sliding_window", False)
     take.require("use_mrope", False)
+    padding = take("pad_token_id", None)
+    if padding is not None and not (type(padding) is int and -shape.vocab <= padding < shape.vocab):
+        take.refuse("pad_token_id", f"is not a row of the embedding, which has {shape.vocab}")
     take("sliding_window", None)  # means nothing while use_sliding_window is false
-    if set(take("layer_types", None) or ()) - {"full_attention"}:
-        raise UserError(f"{where}: layer_types: only full_attention is implemented")
-    take.refuse_rest()
+    kinds = take("layer_types", None)
+    if kinds is not None and not (isinstance(kinds, list) and kinds == ["full_attention"] * len(kinds)):
+        take.refuse("layer_types", "is not implemented; only a list of 'full_attention' is")
+    if kinds is not None and len(kinds) != shape.layers:
+        take.refuse("layer_types", f"names {len(kinds)} layers, num_hidden_layers is {shape.layers}")
+    take.refuse_rest(_BOOKKEEPING)
     return spec
 
 
 class _Fields:
-    """Reads fields of a config.json and knows in the end which were not read."""
+    """Reads fields of a JSON object, each as the kind that it must be, and knows in the end which were not read.
 
-    def __init__(self, fields: dict[str, Any], where: Path) -> None:
-        self.fields, self.where, self.read = fields, where, set(_BOOKKEEPING)
+    null is not as good as absent: transformers, which builds the sampler's model from the same file, fails on most.
+    """
 
-    _REQUIRED = object()
+    def __init__(self, fields: dict[str, Any], where: str) -> None:
+        self.fields, self.where, self.read = fields, where, set[str]()
+
+    _REQUIRED: Any = object()
 
     def __call__(self, key: str, default: Any = _REQUIRED) -> Any:
         self.read.add(key)
         value = self.fields.get(key, default)
         if value is self._REQUIRED:
             raise UserError(f"{self.where}: {key} is missing")
-        return default if value is None and default is not self._REQUIRED else value
+        return value
+
+    def size(self, key: str, default: Default = _REQUIRED) -> int | Default:
+        return self._checked(key, default, "a positive 32-bit integer", lambda value: _is_index(value) and value > 0)
+
+    def flag(self, key: str, default: bool) -> bool:
+        return self._checked(key, default, "true or false", lambda value: isinstance(value, bool))
+
+    def positive(self, key: str, default: float) -> float:
+        return float(self._checked(key, default, "a positive number", _is_positive))
+
+    def token_ids(self, key: str) -> frozenset[int]:
+        """One id, several, or (null) none."""
+        value = self(key, None)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(map(_is_index, ids)):
+            self.refuse(key, "is not a token id or a list of them")
+        return frozenset(ids)
+
+    def section(self, key: str) -> "_Fields":
+        """The fields of an object inside this one."""
+        inner = self._checked(key, {}, "an object", lambda value: isinstance(value, dict))
+        return _Fields(inner, f"{self.where}: {key}")
 
     def require(self, key: str, only: Any) -> None:
         if self(key, only) != only:
-            raise UserError(f"{self.where}: {key} {self.fields[key]!r} is not implemented; only {only!r} is")
+            self.refuse(key, f"is not implemented; only {only!r} is")
 
-    def refuse_rest(self) -> None:
-        rest = sorted(set(self.fields) - self.read)
+    def refuse(self, key: str, problem: str) -> NoReturn:
+        raise UserError(f"{self.where}: {key} {reprlib.repr(self.fields[key])} {problem}")
+
+    def refuse_rest(self, known: Set[str] = frozenset()) -> None:
+        rest = sorted(set(self.fields) - self.read - known)
         if rest:
-            raise UserError(f"{self.where}: {rest[0]} is not known; its effect on the model is not implemented")
+            raise UserError(f"{self.where}: {rest[0]!r} is not known; its effect on the model is not implemented")
+
+    def _checked(self, key: str, default: Any, kind: str, fits: Callable[[Any], bool]) -> Any:
+        value = self(key, default)
+        if key in self.fields and not fits(value):
+            self.refuse(key, f"is not {kind}")
+        return value
 
 
-def _rope_theta(take: _Fields, where: Path) -> float:
+def _is_index(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31  # not isinstance: true and false are ints to Python
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value <= sys.float_info.max  # NaN and infinity are not
+
+
+def _rope_theta(take: _Fields) -> float:
     take.require("rope_scaling", None)
-    rope = dict(take("rope_parameters", None) or {})  # as transformers 5 writes it
-    kind = rope.pop("rope_type", "default")
-    theta = rope.pop("rope_theta", None)
-    if kind != "default" or rope:
-        raise UserError(f"{where}: rope_parameters: only rope_type 'default' with rope_theta is implemented")
-    older = take("rope_theta", None)  # as transformers 4 writes it
-    return float(theta if theta is not None else older if older is not None else 10000.0)
+    rope = take.section("rope_parameters")  # as transformers 5 writes it
+    rope.require("rope_type", "default")
+    theta = rope.positive("rope_theta", take.positive("rope_theta", 10000.0))  # or as transformers 4 wrote it
+    rope.refuse_rest()
+    return theta
 
 
-def _eos_token_ids(config: dict[str, Any], directory: Path) -> frozenset[int]:
-    ids: set[int] = set()
-    generation = directory / "generation_config.json"
-    for source in (config, _read_json(generation) if generation.exists() else {}):
-        eos = source.get("eos_token_id")
-        ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    return frozenset(ids)
+def _generation_eos(path: Path) -> frozenset[int]:
+    return _Fields(_read_json(path), str(path)).token_ids("eos_token_id") if path.exists() else frozenset()
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        fields = json.loads(path.read_text())
+        fields = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; model.path is a Hugging Face model directory") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: {error}") from None
     if not isinstance(fields, dict):
         raise UserError(f"{path}: not a JSON object")

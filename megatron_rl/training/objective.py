@@ -3,9 +3,10 @@
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Any, cast, get_type_hints
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from megatron_rl.algorithms.losses import LOSSES, LossInputs, LossOutput, Metrics, masked_mean
@@ -23,10 +24,32 @@ def load_loss(algorithm: AlgorithmConfig) -> Callable[[LossInputs], LossOutput]:
     """
     function = LOSSES.get(algorithm.loss) or load_function(algorithm.loss, "algorithm.loss")
     try:
-        inspect.signature(function).bind(None, **algorithm.loss_kwargs)
-    except TypeError as error:
+        signature = inspect.signature(function)
+        signature.bind(None, **algorithm.loss_kwargs)
+    except (TypeError, ValueError) as error:
         raise UserError(f"algorithm.loss_kwargs: {algorithm.loss}: {error}") from None
+    hints = get_type_hints(function) if inspect.isfunction(function) else {}
+    for name, value in algorithm.loss_kwargs.items():
+        try:
+            TypeAdapter(hints.get(name, Any)).validate_python(value, strict=False)
+        except ValidationError as error:
+            fault = error.errors()[0]["msg"]
+            raise UserError(f"algorithm.loss_kwargs.{name}: {fault}, got {value!r} ({algorithm.loss})") from None
     return cast(Callable[[LossInputs], LossOutput], partial(function, **algorithm.loss_kwargs))
+
+
+def try_loss(loss: Callable[[LossInputs], LossOutput], device: torch.device) -> None:
+    """Call the loss once on two short responses, so that a wrong one is known before anything is sampled.
+
+    Raises:
+        UserError: what it returned is no `LossOutput` of these tokens.
+    """
+    mask = torch.tensor([[True, True, False], [True, True, True]], device=device)
+    ones = torch.ones(mask.shape, device=device)
+    batch = MicroBatch(
+        tokens=ones.long(), labels=ones.long(), mask=mask, weights=ones / 5, advantages=ones, rollout_logprobs=-ones
+    )
+    objective(loss, batch, (-ones).requires_grad_(), ones, None)
 
 
 def objective(
@@ -49,7 +72,7 @@ def objective(
         first: whether the weights are still those that sampled; then trainer and engine should agree.
 
     Raises:
-        ValueError: the loss function returned losses of another shape, or a metric of a name that is taken.
+        UserError: the loss function returned something else than a `LossOutput` of these tokens.
     """
     mask = batch.mask.flatten()
     # Here, not in the losses: whatever stands outside the mask, even NaN, then reaches neither a loss nor a gradient.
@@ -67,8 +90,7 @@ def objective(
             sequence_sum=partial(_sum_over_rows, mask=batch.mask),
         )
     )
-    if out.losses.shape != current.shape:
-        raise ValueError(f"the loss returned {tuple(out.losses.shape)} losses for {tuple(current.shape)} tokens")
+    _check(out, len(current))
     total = (torch.where(mask, out.losses, 0.0) * batch.weights.flatten()).sum()
     metrics: Metrics = {
         "policy/entropy": masked_mean(entropies.flatten(), mask),
@@ -79,8 +101,26 @@ def objective(
         metrics["mismatch/logprob_abs"] = masked_mean((current - rollout).abs(), mask)
     taken = metrics.keys() & out.metrics.keys()
     if taken:
-        raise ValueError(f"the loss returned a metric {min(taken)!r}, which is the trainer's own")
+        raise UserError(f"algorithm.loss: it returned a metric {min(taken)!r}, which is the trainer's own")
     return total, metrics | out.metrics
+
+
+def _check(out: object, tokens: int) -> None:
+    """Refuse what breaks the contract of a loss, before it spoils a sum."""
+    if not isinstance(out, LossOutput):
+        raise UserError(f"algorithm.loss: it returned {type(out).__name__}, not a LossOutput")
+    if not isinstance(out.losses, Tensor) or out.losses.shape != (tokens,):
+        shape = tuple(out.losses.shape) if isinstance(out.losses, Tensor) else type(out.losses).__name__
+        raise UserError(f"algorithm.loss: its losses are {shape}; one for each of {tokens} tokens is wanted")
+    if not out.losses.requires_grad:
+        raise UserError("algorithm.loss: its losses carry no gradient; they must come from inputs.logprobs")
+    for name, pair in out.metrics.items():
+        if not (isinstance(pair, tuple) and len(pair) == 2 and all(_is_scalar(part) for part in pair)):
+            raise UserError(f"algorithm.loss: its metric {name!r} is not (sum, weight), two tensors of one element")
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
 
 
 def _sum_over_rows(values: Tensor, *, mask: Tensor) -> Tensor:

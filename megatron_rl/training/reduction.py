@@ -15,25 +15,32 @@ def reduce_metrics(collected: Iterable[Mapping[str, tuple[Tensor, Tensor]]]) -> 
     """Sum what the last pipeline stage collected, over micro-batches and data-parallel ranks. A collective.
 
     Args:
-        collected: a mapping for each micro-batch, all with the same names; empty on other stages.
+        collected: a mapping for each micro-batch; empty on other stages. Names may differ: each has its own weight.
 
     Returns:
         The same on every rank.
     """
     totals: dict[str, Tensor] = {}
-    for metrics in collected:
-        for name, (total, weight) in metrics.items():
+    for of_micro_batch in collected:
+        for name, (total, weight) in of_micro_batch.items():
             pair = torch.stack((total.detach().double(), weight.detach().double().to(total.device)))
             totals[name] = totals[name] + pair if name in totals else pair
-    message: list[dict[str, tuple[float, float]] | None] = [None]
+    table = torch.stack(list(totals.values())).tolist() if totals else []  # one copy from the device
+    metrics = MeanMetrics(dict(zip(totals, map(tuple, table), strict=True)))
     if mpu.is_pipeline_last_stage():
-        names = sorted(totals)  # the same order on every rank
-        table = torch.stack([totals[name] for name in names])
-        dist.all_reduce(table, group=mpu.get_data_parallel_group(with_context_parallel=True))
-        message = [dict(zip(names, map(tuple, table.tolist()), strict=True))]
+        group = mpu.get_data_parallel_group(with_context_parallel=True)
+        shares: list[MeanMetrics] = [metrics] * group.size()
+        dist.all_gather_object(shares, metrics, group=group)
+        metrics = MeanMetrics()
+        for share in shares:
+            metrics.merge(share)
     if mpu.get_pipeline_model_parallel_world_size() > 1:
-        source = mpu.get_pipeline_model_parallel_last_rank()
+        message = [metrics]
         dist.broadcast_object_list(
-            message, src=source, group=mpu.get_pipeline_model_parallel_group(), device=cpu.device()
+            message,
+            src=mpu.get_pipeline_model_parallel_last_rank(),
+            group=mpu.get_pipeline_model_parallel_group(),
+            device=cpu.device(),
         )
-    return MeanMetrics(message[0])
+        metrics = message[0]
+    return metrics

@@ -65,8 +65,9 @@ def start(config: Config) -> None:
 
 
 def stop() -> None:
-    """Leave the process groups."""
+    """Leave the process groups, when all ranks have come here: rank 0 may write longer than the others."""
     from megatron.core import parallel_state
 
+    dist.barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

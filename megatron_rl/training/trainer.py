@@ -31,7 +31,7 @@ from megatron_rl.training.model import build_model, load_hf_weights
 from megatron_rl.training.objective import load_loss, objective
 from megatron_rl.training.optimizer import build_optimizer, learning_rate, set_rates
 from megatron_rl.training.reduction import reduce_metrics
-from megatron_rl.types import MicroBatch, Sequence, TrainBatch
+from megatron_rl.types import MicroBatch, TrainBatch, TrainedResponse
 
 
 class Trainer:
@@ -112,7 +112,7 @@ class Trainer:
         with torch.no_grad():
             return self._run(share, keep, forward_only=True)
 
-    def _share(self, update: tuple[Sequence, ...]) -> Share:
+    def _share(self, update: tuple[TrainedResponse, ...]) -> Share:
         trainer = self.config.trainer
         share = share_of_rank(
             update,

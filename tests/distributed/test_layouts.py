@@ -4,17 +4,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.tiny import write_model
+from tests.distributed.data import SHAPE
 from tests.distributed.worker import LAYOUTS
+from tests.tiny import write_model
 
 PROCESSES = {"single": 1, "tp2": 2, "tp2_sp": 2, "pp2": 2, "tp2_pp2": 4, "dp2": 2}
 KINDS = ("untied", "tied")
+ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 Launch = Callable[[str], list[dict[str, Any]]]
 
 
@@ -24,7 +27,8 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     directory = tmp_path_factory.mktemp("layouts")
     done: dict[str, list[dict[str, Any]]] = {}
     for kind in KINDS:
-        write_model(directory / kind, tied=kind == "tied")
+        shape = replace(SHAPE, tied=kind == "tied")
+        write_model(directory / kind, shape, 7, rms_norm_eps=1e-5, rope_parameters=ROPE)
 
     def launch(layout: str) -> list[dict[str, Any]]:
         if layout != "single" and "single" not in done:

@@ -19,7 +19,7 @@ from megatron_rl.training.checkpoint import RunState, load_checkpoint, save_chec
 from megatron_rl.training.hf_config import read_model_spec
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import MicroBatch, TrainBatch
-from tests.distributed.tiny import VOCABULARY, make_config, make_groups
+from tests.distributed.data import VOCABULARY, make_config, make_groups
 
 LAYOUTS: dict[str, dict[str, object]] = {
     "single": {},
@@ -217,7 +217,7 @@ def continue_from(config: Config, reference: Path, batch: TrainBatch) -> dict[st
 def run_state(trainer: Trainer, updates: int | None = None) -> RunState:
     """Only the number of updates matters here."""
     done = trainer.updates_done if updates is None else updates
-    return RunState(step=1, updates=done, prompts_drawn=0, seed=0, data_fingerprint="")
+    return RunState(step=1, updates=done, prompts_drawn=0, fixed={})
 
 
 def gap(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

@@ -105,17 +105,59 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(job: Job) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_two_runs_in_one_directory_are_refused(job: Job) -> None:
+    first = start(job.command("twice", "steps=30", DP2))
+    wait_for_steps(job.directory / "twice", 1)
+    refusal(job.command("twice", "steps=30", DP2), "error: run_dir: another run is writing to ")
+    first.send_signal(signal.SIGTERM)
+    first.communicate(timeout=60)
+    assert first.returncode == 75
+
+
+def test_a_damaged_checkpoint_is_named(job: Job) -> None:
+    run = job.train("damaged", "steps=1", TP2, processes=2)
+    job.train("damaged", "steps=2", TP2, processes=2)
+    newest = run / "checkpoints/step_000002"
+    for file in (next(newest.glob("*.distcp")), newest / ".metadata", newest / "common.pt"):
+        whole = file.read_bytes()
+        file.write_bytes(whole[: len(whole) // 2])
+        refusal(job.command("damaged", "steps=3", TP2, processes=2), f"error: {newest} can't be loaded: ")
+        file.write_bytes(whole)
+    newest.rename(run / "aside")
+    job.train("damaged", "steps=3", TP2, processes=2)
+
+
+def test_a_full_disk_stops_the_run_and_leaves_the_checkpoint_before(job: Job) -> None:
+    run = job.train("full", "steps=1", TP2, "telemetry.tensorboard=false", processes=2)
+    command = job.command("full", "steps=2", TP2, "telemetry.tensorboard=false", processes=2)
+    refusal([sys.executable, "-c", FULL_DISK, *command], f"error: {run}/checkpoints/step_000002 could not be saved: ")
+    assert [path.name for path in (run / "checkpoints").glob("step_*")] == ["step_000001"]
+    job.train("full", "steps=2", TP2, processes=2)
+
+
+FULL_DISK = """import os, resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # a file that would be longer: the write fails
+os.execv(sys.argv[1], sys.argv[1:])"""
+
+
+def refusal(command: list[str], begins: str) -> None:
+    """Run a command that must end with one line of error and exit code 2."""
+    process = start(command)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 2, error[-3000:]
+    said = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1
+    assert said[0].startswith(begins)
+    assert "Traceback" not in error
+
+
 def test_going_on_with_other_data_or_another_seed_is_refused(job: Job) -> None:
     job.train("resumed", DP2)
     for change, word in (
         (f"data.train={job.directory / 'data_seed0/heldout.jsonl'}", "data.train"),
         ("seed=5", "seed"),
     ):
-        refused = start(job.command("resumed", "steps=3", DP2, change))
-        _, error = refused.communicate(timeout=120)
-        assert refused.returncode == 2
-        assert error.strip().splitlines()[-1].startswith(f"error: {word}: ")
-        assert "Traceback" not in error
+        refusal(job.command("resumed", "steps=3", DP2, change), f"error: {word}: ")
 
 
 def test_torchrun_starts_it_and_stops_it(job: Job) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from tests.unit.tiny import SHAPE, TIED, write_model
+from tests.tiny import SHAPE, TIED, write_model
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for one another
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.training.batch import Share, make_batch, share_of_rank
-from megatron_rl.types import MicroBatch, Sequence
-from tests.unit.tiny import graded_group, run_config
+from megatron_rl.types import MicroBatch, TrainedResponse
+from tests.tiny import graded_group, run_config
 
 NAN = math.nan
 # One of four is right; lengths 2, 4, 1, 3. Then two of three, lengths 1, 5, 2. Then one of two, lengths 3, 6.
@@ -26,11 +26,11 @@ def algorithm(**switches: Any) -> dict[str, Any]:
     return {"advantage": "grpo", "normalisation": "token_mean_group", "std_eps": 0.0, **switches}
 
 
-def advantages(sequences: tuple[Sequence, ...]) -> list[float]:
+def advantages(sequences: tuple[TrainedResponse, ...]) -> list[float]:
     return [sequence.advantage for sequence in sequences]
 
 
-def weights(sequences: tuple[Sequence, ...]) -> list[float]:
+def weights(sequences: tuple[TrainedResponse, ...]) -> list[float]:
     return [sequence.weight for sequence in sequences]
 
 
@@ -135,10 +135,10 @@ def test_figures_about_the_batch() -> None:
 # ---- micro-batches
 
 
-def sequence(number: int, prompt: int, length: int, weight: float = 1.0) -> Sequence:
+def sequence(number: int, prompt: int, length: int, weight: float = 1.0) -> TrainedResponse:
     """Distinct, positive ids; the log-probs say which response and position they belong to."""
     first = 1000 * (number + 1)
-    return Sequence(
+    return TrainedResponse(
         prompt_ids=tuple(range(first, first + prompt)),
         response_ids=tuple(range(first + 500, first + 500 + length)),
         rollout_logprobs=tuple(-(number + 1) - position / 64 for position in range(length)),
@@ -150,7 +150,7 @@ def sequence(number: int, prompt: int, length: int, weight: float = 1.0) -> Sequ
 UPDATE = [sequence(0, 2, 3), sequence(1, 4, 6), sequence(2, 1, 1), sequence(3, 3, 5, weight=0.0), sequence(4, 2, 9)]
 
 
-def shares(update: list[Sequence], ranks: int, size: int, multiple: int = 1) -> list[Share]:
+def shares(update: list[TrainedResponse], ranks: int, size: int, multiple: int = 1) -> list[Share]:
     return [
         share_of_rank(update, rank=rank, ranks=ranks, micro_batch_size=size, multiple=multiple) for rank in range(ranks)
     ]
@@ -190,8 +190,8 @@ def test_a_row_is_the_sequence_and_its_mask_predicts_exactly_the_response() -> N
 
 def test_the_end_of_sequence_is_trained_when_sampled_and_never_invented() -> None:
     eos = 2
-    cut = Sequence(prompt_ids=(1, 9), response_ids=(5, 6), rollout_logprobs=(-1.0, -2.0), advantage=1, weight=1)
-    stopped = Sequence(
+    cut = TrainedResponse(prompt_ids=(1, 9), response_ids=(5, 6), rollout_logprobs=(-1.0, -2.0), advantage=1, weight=1)
+    stopped = TrainedResponse(
         prompt_ids=(1, 9), response_ids=(5, 6, eos), rollout_logprobs=(-1.0, -2.0, -3.0), advantage=1, weight=1
     )
     (share,) = shares([cut, stopped], ranks=1, size=2)

@@ -14,7 +14,7 @@ from megatron_rl.config_docs import describe_options
 from megatron_rl.config_files import load_config
 from megatron_rl.demo.task import build_tokenizer
 from megatron_rl.training import setup
-from tests.unit.tiny import qwen2_config, write_model
+from tests.tiny import qwen2_config, write_model
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ from megatron_rl.rollout.engine import Sampling
 from megatron_rl.rollout.figures import sampling_metrics
 from megatron_rl.rollout.sampler import TRAINING_STREAM, Draw
 from megatron_rl.types import Group, Prompt
-from tests.unit.tiny import graded_group, run_config
+from tests.tiny import graded_group, run_config
 
 
 class Scripted:

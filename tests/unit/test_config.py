@@ -10,7 +10,7 @@ from megatron_rl.config_docs import describe_options
 from megatron_rl.config_files import dump_config, load_config
 from megatron_rl.errors import UserError
 from megatron_rl.presets import PRESETS
-from tests.unit.tiny import run_config
+from tests.tiny import run_config
 
 ROOT = Path(__file__).parents[2]
 REQUIRED = "run_dir: runs/a\nsteps: 3\nmodel: {path: some/model}\ndata: {train: some.jsonl}\n"

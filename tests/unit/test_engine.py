@@ -14,7 +14,7 @@ from transformers import Qwen2ForCausalLM
 from megatron_rl.rollout.embedded import EmbeddedEngine, _draw
 from megatron_rl.rollout.engine import Request, Sampling, response_seed
 from megatron_rl.types import Response
-from tests.unit.tiny import SHAPE, random_model, write_model
+from tests.tiny import SHAPE, random_model, write_model
 
 Model = tuple[Path, Qwen2ForCausalLM]
 EOS = frozenset({2, 11, 30})

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_rl.algorithms.filters import keep_group
-from tests.unit.tiny import graded_group
+from tests.tiny import graded_group
 
 
 @pytest.mark.parametrize(

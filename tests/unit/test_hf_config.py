@@ -1,5 +1,6 @@
 """config.json to a model's spec: every field used, or known not to matter, or refused by name."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from transformers import Qwen2Config
 from megatron_rl.errors import UserError
 from megatron_rl.resharding.names import Shape
 from megatron_rl.training.hf_config import read_model_spec
-from tests.unit.tiny import SHAPE, TIED, qwen2_config
+from tests.tiny import SHAPE, TIED, qwen2_config
 
 # What transformers 4 wrote: the fields of Qwen2.5-7B, with numbers that are all distinct.
 OLD: dict[str, Any] = {
@@ -84,6 +85,8 @@ def test_a_config_as_transformers_4_wrote_it(tmp_path: Path) -> None:
         {"sliding_window": None},
         {"layer_types": ["full_attention"] * 3},
         {"dtype": "bfloat16"},
+        {"pad_token_id": 36},
+        {"pad_token_id": -1},
         {"pad_token_id": None, "_name_or_path": "somewhere"},
     ],
 )
@@ -106,8 +109,8 @@ def test_a_config_may_leave_open_how_long_a_sequence_can_be(tmp_path: Path) -> N
 
 
 def test_a_head_size_of_its_own_is_used(tmp_path: Path) -> None:
-    assert read_model_spec(write(tmp_path, OLD | {"head_dim": 7})).shape.head_dim == 7
-    assert read_model_spec(write(tmp_path, OLD | {"head_dim": None})).shape.head_dim == 6
+    assert read_model_spec(write(tmp_path, OLD | {"head_dim": 8})).shape.head_dim == 8
+    assert read_model_spec(write(tmp_path, OLD)).shape.head_dim == 6
 
 
 @pytest.mark.parametrize(
@@ -115,11 +118,13 @@ def test_a_head_size_of_its_own_is_used(tmp_path: Path) -> None:
     [
         ("rope_scaling", {"type": "yarn", "factor": 4.0}),
         ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}),
+        ("rope_parameters", {"rope_type": None, "rope_theta": 1e6}),
         ("rope_parameters", {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}),
         ("use_sliding_window", True),
         ("hidden_act", "gelu"),
         ("attention_dropout", 0.1),
         ("layer_types", ["full_attention", "sliding_attention", "full_attention"]),
+        ("layer_types", ["full_attention"] * 2),
         ("use_mrope", True),
         ("quantization_config", {"quant_method": "awq"}),
         ("some_new_field", 3),
@@ -134,6 +139,80 @@ def test_what_is_not_implemented_is_refused_by_name(field: str, value: Any, tmp_
 def test_the_refusal_of_a_value_says_which_one_is_there(tmp_path: Path) -> None:
     assert "hidden_act 'gelu' is not implemented; only 'silu' is" in refusal(tmp_path, OLD | {"hidden_act": "gelu"})
     assert "'llama' is not supported; qwen2" in refusal(tmp_path, OLD | {"model_type": "llama"})
+
+
+NUMBERS = ("896", 8.5, True, [8], {"value": 8}, 0, -8)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *itertools.product(("num_attention_heads", "head_dim", "max_position_embeddings"), NUMBERS),
+        *itertools.product(("hidden_size", "num_hidden_layers", "intermediate_size"), ("896", 8.5, True, 0, 2**31)),
+        *itertools.product(("num_key_value_heads", "vocab_size"), ("2", 2.0, True, 0, -1, float("nan"), 10**400)),
+        *itertools.product(("rms_norm_eps", "rope_theta"), ("1", True, [1], 0, 0.0, -1e-6, float("nan"))),
+        *itertools.product(("rms_norm_eps", "rope_theta"), (float("inf"), 10**400)),
+        *itertools.product(("tie_word_embeddings",), ("false", "true", 0, 1, 0.0, [], {})),
+        *itertools.product(("use_sliding_window", "use_mrope"), ("false", [], {})),
+        *itertools.product(("rope_parameters",), ("default", [["rope_theta", 1e6]], 3, True, [], "", False)),
+        *itertools.product(("hidden_size", "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings"), (None,)),
+        *itertools.product(("model_type", "num_key_value_heads", "hidden_act", "rope_parameters"), (None,)),
+        *itertools.product(("pad_token_id",), ("0", 37, -38, True, [0], 0.0)),
+        *itertools.product(("layer_types",), ("full_attention", {"full_attention": 3}, [[]], [{}], 3, False, 0, "")),
+        *itertools.product(("model_type", "hidden_act", "attention_dropout", "rope_scaling"), ([], {}, True)),
+        *itertools.product(("eos_token_id",), ("5", [[5]], [None], ["5"], True, [True], -1, [5, -1], 5.0, {}, 2**31)),
+    ],
+)
+def test_a_value_of_a_wrong_kind_is_refused_by_name(field: str, value: Any, tmp_path: Path) -> None:
+    assert f"/config.json: {field} " in refusal(tmp_path, OLD | {field: value})
+
+
+@pytest.mark.parametrize("theta", ["1e6", True, [1e6], 0, -1.0, float("nan"), None])
+def test_a_value_of_a_wrong_kind_inside_an_object_is_refused_by_name(theta: Any, tmp_path: Path) -> None:
+    said = refusal(tmp_path, OLD | {"rope_parameters": {"rope_type": "default", "rope_theta": theta}})
+    assert f"/config.json: rope_parameters: rope_theta {theta!r} is not a positive number" in said
+
+
+def test_the_refusal_of_a_kind_says_which_it_must_be(tmp_path: Path) -> None:
+    assert "hidden_size '896' is not a positive 32-bit integer" in refusal(tmp_path, OLD | {"hidden_size": "896"})
+    assert "tie_word_embeddings 'false' is not true or false" in refusal(
+        tmp_path, OLD | {"tie_word_embeddings": "false"}
+    )
+    assert "eos_token_id [[5]] is not a token id or a list" in refusal(tmp_path, OLD | {"eos_token_id": [[5]]})
+
+
+def test_whole_numbers_do_where_any_number_does(tmp_path: Path) -> None:
+    theta = read_model_spec(write(tmp_path, OLD | {"rope_theta": 10000})).rope_theta
+    assert theta == 1e4
+    assert isinstance(theta, float)
+
+
+def test_a_tied_output_is_taken_from_the_config(tmp_path: Path) -> None:
+    assert read_model_spec(write(tmp_path, OLD | {"tie_word_embeddings": True})).shape.tied is True
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"hidden_size": 64}, "hidden_size 64 is not a multiple of num_attention_heads 10"),
+        ({"hidden_size": 8}, "hidden_size 8 is not a multiple of num_attention_heads 10"),
+        ({"hidden_size": 8, "head_dim": 0}, "head_dim 0 "),
+        ({"hidden_size": 50}, "head_dim 5 is odd"),
+        ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"num_key_value_heads": 20}, "num_attention_heads 10 is not a multiple of num_key_value_heads"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused(fields: dict[str, Any], said: str, tmp_path: Path) -> None:
+    assert said in refusal(tmp_path, OLD | fields)
+
+
+def test_a_refusal_is_one_short_line_whatever_the_config_says(tmp_path: Path) -> None:
+    nested: list[Any] = []
+    for _ in range(800):
+        nested = [nested]
+    assert len(refusal(tmp_path, OLD | {"hidden_size": nested})) < 300
+    assert len(refusal(tmp_path, OLD | {"hidden_size": "8\n" * 1000})) < 300
+    assert "some\\nfield" in refusal(tmp_path, OLD | {"some\nfield": 3})
 
 
 @pytest.mark.parametrize(
@@ -163,9 +242,22 @@ def test_ends_of_sequence_come_from_both_files(
     assert read_model_spec(write(tmp_path, OLD | {"eos_token_id": config_eos}, generation)).eos_token_ids == expected
 
 
-def test_a_model_path_that_is_no_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^model\.path: .*/nowhere is not a directory"):
-        read_model_spec(tmp_path / "nowhere")
+@pytest.mark.parametrize("eos", ["5", [[5]], True, [False], -1, [5, "7"], 5.5, {"id": 5}])
+def test_an_end_of_sequence_of_a_wrong_kind_is_refused_in_both_files(eos: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        read_model_spec(write(tmp_path, OLD, {"eos_token_id": eos}))
+    assert (
+        str(caught.value)
+        == f"{tmp_path}/generation_config.json: eos_token_id {eos!r} is not a token id or a list of them"
+    )
+    with pytest.raises(UserError, match=r"/config\.json: eos_token_id .* is not a token id"):
+        read_model_spec(write(tmp_path, OLD | {"eos_token_id": eos}, {"eos_token_id": 5}))
+
+
+@pytest.mark.parametrize("name", ["nowhere", "n" * 300])
+def test_a_model_path_that_is_no_directory_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"^model\.path: .*/{name} is not a directory"):
+        read_model_spec(tmp_path / name)
 
 
 def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
@@ -173,15 +265,32 @@ def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
         read_model_spec(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", "3", '"qwen2"'])
-def test_a_config_that_is_no_json_object_is_refused(content: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(content)
-    with pytest.raises(UserError, match=r"config\.json: "):
-        read_model_spec(tmp_path)
+BROKEN = [
+    "",
+    "{",
+    "[]",
+    "[1]",
+    "3",
+    "null",
+    '"qwen2"',
+    "[" * 100000,
+    '{"a":' * 100000,
+    f'{{"hidden_size": {"1" * 5000}}}',
+]
 
 
-def test_a_damaged_generation_config_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [*BROKEN, b"\xff", b"\x00"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_file_that_is_no_json_object_is_refused(name: str, content: str | bytes, tmp_path: Path) -> None:
     write(tmp_path, OLD)
-    (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(UserError, match=r"generation_config\.json: "):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError) as caught:
+        read_model_spec(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}/{name}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(UserError, match=r"config\.json: "):
         read_model_spec(tmp_path)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 from megatron_rl.errors import UserError
 from megatron_rl.resharding.hf_files import HfReader, write_hf
 from megatron_rl.resharding.names import hf_shapes
-from tests.unit.tiny import SHAPE, TIED
+from tests.tiny import SHAPE, TIED
 
 Model = tuple[Path, Qwen2ForCausalLM]
 INDEX = "model.safetensors.index.json"

@@ -45,6 +45,7 @@ def wait_for(*files: Path) -> None:
     [
         ("exit 0", 0),
         ("exit 75", 75),
+        ("[ $RANK = 1 ] && exit 0; sleep 1; exit 4", 4),
         ("[ $RANK = 2 ] && exit 7; exit 0", 7),
         ("[ $RANK = 0 ] && exit 2; sleep 2; exit 3", 2),
         ("[ $RANK = 2 ] && exit 3; sleep 2; exit 2", 3),
@@ -69,6 +70,7 @@ def test_those_that_do_not_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_launch, "GRACE_S", 0.1)
     begun = time.monotonic()
     assert launch_local(3, ["[ $RANK = 1 ] && exit 5; exec sleep 30"]) == 5
+    assert launch_local(3, ["[ $RANK = 1 ] && exit 0; exec sleep 30"]) == 128 + signal.SIGKILL
     assert time.monotonic() - begun < 15
 
 

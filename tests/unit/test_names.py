@@ -13,7 +13,7 @@ from transformers import Qwen2ForCausalLM
 
 from megatron_rl.errors import UserError
 from megatron_rl.resharding.names import Shape, hf_shapes, parameters, pieces, shard_shape, stage_of
-from tests.unit.tiny import SHAPE, TIED, qwen2_config
+from tests.tiny import SHAPE, TIED, qwen2_config
 
 FOUR_GROUPS = Shape(layers=2, hidden=20, heads=12, kv_heads=4, head_dim=6, intermediate=28, vocab=38, tied=True)
 LAYOUTS = [(shape, tp) for shape in (SHAPE, TIED) for tp in (1, 2)] + [(FOUR_GROUPS, tp) for tp in (1, 2, 4)]

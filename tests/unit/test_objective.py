@@ -1,24 +1,26 @@
 """`sum_t w_t l_t` of padded micro-batches: what reaches the loss, what is kept out, and invariance to the split."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.losses import LossInputs, LossOutput, ppo_clip
+from megatron_rl.algorithms.losses import LOSSES, LossInputs, LossOutput, ppo_clip
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.errors import UserError
 from megatron_rl.training.batch import share_of_rank
-from megatron_rl.training.objective import load_loss, objective
-from megatron_rl.types import MicroBatch, Sequence
+from megatron_rl.training.objective import load_loss, objective, try_loss
+from megatron_rl.types import MicroBatch, TrainedResponse
 
 
-def sequences() -> list[Sequence]:
+def sequences() -> list[TrainedResponse]:
     """Five responses of uneven lengths behind uneven prompts."""
     return [
-        Sequence(
+        TrainedResponse(
             prompt_ids=tuple(range(prompt)),
             response_ids=tuple(range(10 * number, 10 * number + length)),
             rollout_logprobs=tuple(-0.1 * (position + number) for position in range(length)),
@@ -31,7 +33,7 @@ def sequences() -> list[Sequence]:
     ]
 
 
-def micro_batches(of: list[Sequence], size: int, multiple: int = 1) -> list[MicroBatch]:
+def micro_batches(of: list[TrainedResponse], size: int, multiple: int = 1) -> list[MicroBatch]:
     return list(share_of_rank(of, rank=0, ranks=1, micro_batch_size=size, multiple=multiple).micro_batches)
 
 
@@ -41,7 +43,7 @@ def logprobs_of(batch: MicroBatch) -> Tensor:
     return torch.where(batch.mask, values, math.nan).requires_grad_()
 
 
-def total_and_gradients(of: list[Sequence], size: int, multiple: int = 1) -> tuple[float, dict[int, float]]:
+def total_and_gradients(of: list[TrainedResponse], size: int, multiple: int = 1) -> tuple[float, dict[int, float]]:
     """The objective over all micro-batches, and its gradient by label (labels are distinct)."""
     total, gradients = 0.0, dict[int, float]()
     for batch in micro_batches(of, size, multiple):
@@ -179,7 +181,7 @@ def test_a_sequence_sum_carries_the_gradient_of_every_token_of_its_response() ->
 
 
 def test_metrics_are_token_sums() -> None:
-    one = Sequence(prompt_ids=(5, 6), response_ids=(1,), rollout_logprobs=(-0.25,), advantage=1.0, weight=0.5)
+    one = TrainedResponse(prompt_ids=(5, 6), response_ids=(1,), rollout_logprobs=(-0.25,), advantage=1.0, weight=0.5)
     other = replace(one, response_ids=(2, 3, 4), rollout_logprobs=(-0.5, -1.0, -2.0))
     (batch,) = micro_batches([one, other], 2)
     logprobs = torch.where(batch.mask, -1.0, math.nan).requires_grad_()
@@ -216,7 +218,7 @@ def test_a_metric_whose_name_is_taken_is_refused(name: str) -> None:
     def own(inputs: LossInputs) -> LossOutput:
         return LossOutput(losses=inputs.logprobs, metrics={name: (torch.ones(()), torch.ones(()))})
 
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(UserError, match=name):
         objective(own, batch, logprobs, torch.zeros_like(logprobs), None)
 
 
@@ -232,15 +234,38 @@ def test_metrics_of_a_loss_go_with_the_others() -> None:
     assert "policy/entropy" in metrics
 
 
-def test_losses_of_another_shape_are_refused() -> None:
+ONE = torch.ones(())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda inputs: LossOutput(losses=inputs.logprobs.sum()), r"its losses are \(\); one for each of \d+ tokens"),
+        (lambda inputs: LossOutput(losses=inputs.logprobs[None]), r"its losses are \(1, \d+\)"),
+        (lambda inputs: LossOutput(losses=cast(Any, [0.0])), "its losses are list"),
+        (lambda inputs: LossOutput(losses=inputs.advantages), "carry no gradient"),
+        (lambda inputs: LossOutput(losses=inputs.logprobs.detach()), "carry no gradient"),
+        (lambda inputs: inputs.logprobs, "returned Tensor, not a LossOutput"),
+        (lambda inputs: None, "returned NoneType, not a LossOutput"),
+        (lambda inputs: LossOutput(losses=inputs.logprobs, metrics={"a": cast(Any, ONE)}), "metric 'a' is not"),
+        (lambda inputs: LossOutput(losses=inputs.logprobs, metrics={"a": cast(Any, (1.0, 2.0))}), "metric 'a' is not"),
+        (lambda inputs: LossOutput(losses=inputs.logprobs, metrics={"a": (ONE, inputs.mask)}), "metric 'a' is not"),
+    ],
+)
+def test_a_loss_that_breaks_the_contract_is_refused_when_tried_and_when_used(
+    wrong: Callable[[LossInputs], Any], message: str
+) -> None:
     (batch,) = micro_batches(sequences()[:2], 2)
     logprobs = logprobs_of(batch)
+    with pytest.raises(UserError, match=message):
+        objective(wrong, batch, logprobs, torch.zeros_like(logprobs), None)
+    with pytest.raises(UserError, match=message):
+        try_loss(wrong, torch.device("cpu"))
 
-    def scalar(inputs: LossInputs) -> LossOutput:
-        return LossOutput(losses=inputs.logprobs.sum())
 
-    with pytest.raises(ValueError, match=r"returned \(\) losses for \(12,\) tokens"):
-        objective(scalar, batch, logprobs, torch.zeros_like(logprobs), None)
+def test_the_losses_of_the_registry_pass_when_tried() -> None:
+    for name in LOSSES:
+        try_loss(load_loss(AlgorithmConfig(loss=name)), torch.device("cpu"))
 
 
 def half_of_it(inputs: LossInputs, *, factor: float = 0.5) -> LossOutput:
@@ -258,7 +283,10 @@ def test_a_loss_is_loaded_by_its_place_with_its_keyword_arguments() -> None:
 
 def test_the_kwargs_of_the_config_reach_the_clipped_loss() -> None:
     (batch,) = micro_batches(sequences()[:1], 1)  # A = 1.5, two tokens of weight 1/4
-    current, old = torch.zeros(batch.mask.shape), torch.full(batch.mask.shape, -1.0)  # a ratio of e: clipped
+    current, old = (
+        torch.zeros(batch.mask.shape, requires_grad=True),
+        torch.full(batch.mask.shape, -1.0),
+    )  # a ratio of e: clipped
     loss = load_loss(AlgorithmConfig(loss="ppo_clip", loss_kwargs={"clip_low": 0.2, "clip_high": 0.28}))
     total, _ = objective(loss, batch, current, torch.zeros_like(current), old)
     assert total.item() == pytest.approx(-2 * 0.25 * 1.5 * 1.28)
@@ -275,3 +303,10 @@ def test_a_loss_that_is_not_there_is_refused_with_its_option(name: str) -> None:
 def test_a_keyword_that_the_loss_does_not_take_is_refused_when_it_is_loaded() -> None:
     with pytest.raises(UserError, match=r"algorithm\.loss_kwargs.*clip_hihg"):
         load_loss(AlgorithmConfig(loss="ppo_clip", loss_kwargs={"clip_hihg": 0.28}))
+
+
+@pytest.mark.parametrize("value", [None, "wide", [1]])
+def test_a_keyword_of_another_type_is_refused_when_it_is_loaded(value: Any) -> None:
+    with pytest.raises(UserError, match=r"^algorithm\.loss_kwargs\.clip_low: .*number"):
+        load_loss(AlgorithmConfig.model_construct(loss="ppo_clip", loss_kwargs={"clip_low": value}))
+    load_loss(AlgorithmConfig(loss="ppo_clip", loss_kwargs={"clip_low": 1, "dual_clip": None}))

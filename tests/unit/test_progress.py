@@ -1,11 +1,16 @@
 """What a run says, and the picture that it leaves."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.telemetry.curves import draw_curves
 from megatron_rl.telemetry.progress import Progress
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_step_is_one_line_with_its_figures_and_seconds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,6 +49,25 @@ def test_a_step_without_figures_is_no_reason_to_fail(capsys: pytest.CaptureFixtu
 def test_brackets_are_text(capsys: pytest.CaptureFixture[str]) -> None:
     Progress(1, quiet=False).say("runs/[bold]x.jsonl")
     assert capsys.readouterr().out == "runs/[bold]x.jsonl\n"
+
+
+def test_a_reader_that_went_away_does_not_end_the_run(tmp_path: Path) -> None:
+    program = (
+        "import time; from megatron_rl.telemetry.progress import Progress\n"
+        "progress = Progress(1, quiet=False); progress.say('first'); time.sleep(1)\n"
+        "progress.say('lost'); progress.say('lost'); open('went_on', 'w').close()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"first\n"
+    process.stdout.close()
+    process.wait(20)
+    assert (tmp_path / "went_on").exists()
 
 
 def test_other_ranks_are_quiet(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from megatron_rl.rollout import sampler as module
 from megatron_rl.rollout.engine import Request, Sampling, response_seed
 from megatron_rl.rollout.sampler import EVALUATION_STREAM, TRAINING_STREAM, Draw, GroupSampler
 from megatron_rl.types import Group, Prompt, Response
-from tests.unit.tiny import run_config
+from tests.tiny import run_config
 
 SAMPLING = Sampling(temperature=0.75)
 PROMPTS = [Prompt(index=10 + n, text=f"{n}=", ids=(1, VOCABULARY.index(str(n))), answer=str(n)) for n in range(5)]

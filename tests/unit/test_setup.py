@@ -1,17 +1,19 @@
 """Layouts that don't divide the model or the world, learning rates, and the state a run goes on from."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron_rl.config import TrainerConfig
 from megatron_rl.errors import UserError
-from megatron_rl.training.checkpoint import RunState, latest_checkpoint, read_run_state
+from megatron_rl.training.checkpoint import RunState, latest_checkpoint, read_run_state, unchangeable
 from megatron_rl.training.optimizer import learning_rate, set_rates
 from megatron_rl.training.setup import check_layout
-from tests.unit.tiny import SHAPE, run_config
+from tests.tiny import SHAPE, run_config
 
 
 def layout_refusal(tp: int, pp: int, world: int, **rollout: int) -> str:
@@ -64,7 +66,8 @@ def test_what_megatron_exempts_from_weight_decay_does_not_decay() -> None:
     assert [(group["lr"], group["weight_decay"]) for group in groups] == [(0.25, 0.5), (0.25, 0.0), (0.25, 0.25)]
 
 
-STATE = RunState(step=4, updates=8, prompts_drawn=130, seed=0, data_fingerprint="f")
+FIXED = unchangeable(run_config(), SHAPE, "f" * 64)
+STATE = RunState(step=4, updates=8, prompts_drawn=130, fixed=FIXED)
 
 
 def checkpoint(directory: Path, text: str | None = None) -> Path:
@@ -74,21 +77,37 @@ def checkpoint(directory: Path, text: str | None = None) -> Path:
 
 
 def test_a_run_goes_on_from_its_state(tmp_path: Path) -> None:
-    assert read_run_state(checkpoint(tmp_path / "step_000004"), run_config(), "f") == STATE
+    assert read_run_state(checkpoint(tmp_path / "step_000004"), FIXED) == STATE
 
 
-def test_other_data_and_another_seed_are_refused(tmp_path: Path) -> None:
-    directory = checkpoint(tmp_path / "step_000004")
-    with pytest.raises(UserError, match=r"^data\.train: "):
-        read_run_state(directory, run_config(), "g")
-    with pytest.raises(UserError, match=r"^seed: .* seed 0"):
-        read_run_state(directory, run_config().model_copy(update={"seed": 1}), "f")
+@pytest.mark.parametrize(
+    ("now", "message"),
+    [
+        (
+            unchangeable(run_config(), SHAPE, "g" * 64),
+            r"^data\.train: .*step_000004 was made with data of SHA-256 ffff",
+        ),
+        (unchangeable(run_config(seed=1), SHAPE, "f" * 64), r"^seed: .* was made with 0 \(now 1\); set it back"),
+        (unchangeable(run_config(), replace(SHAPE, hidden=8), "f" * 64), r"^model\.path: .* hidden 40 \(now 8\);"),
+        (
+            unchangeable(run_config(trainer={"dtype": "float32"}), SHAPE, "f" * 64),
+            r"^trainer\.dtype: .* bfloat16 \(now float32\)",
+        ),
+        (
+            unchangeable(run_config(trainer={"distributed_optimizer": False}), SHAPE, "f" * 64),
+            r"^trainer\.distributed_optimizer: .* True \(now False\)",
+        ),
+    ],
+)
+def test_what_may_not_change_is_refused_by_name(now: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        read_run_state(checkpoint(tmp_path / "step_000004"), now)
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"step": 1}', '{"other": 1}', "3"])
 def test_a_state_that_cannot_be_read_is_refused_by_name(text: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"run_state\.json: "):
-        read_run_state(checkpoint(tmp_path / "step_000004", text), run_config(), "f")
+        read_run_state(checkpoint(tmp_path / "step_000004", text), FIXED)
 
 
 def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.resharding.names import EMBEDDING, OUTPUT, Shape, parameters, stage_of
 from megatron_rl.resharding.shards import named_shards
-from tests.unit.tiny import SHAPE, TIED
+from tests.tiny import SHAPE, TIED
 
 Place = tuple[str, int]
 

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_rl.config import Config
 from megatron_rl.telemetry.writer import RunWriter, read_metrics
-from tests.unit.tiny import graded_group, run_config
+from tests.tiny import graded_group, run_config
 
 
 def config_of(directory: Path, **telemetry: Any) -> Config:

@@ -1,4 +1,4 @@
-"""A tiny Qwen2 with dimensions that are all distinct, and the smallest config of a run; shared by the unit tests."""
+"""A tiny Qwen2 with dimensions that are all distinct, and the smallest config of a run; shared by the tests."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -33,9 +33,9 @@ def qwen2_config(shape: Shape = SHAPE, **fields: Any) -> Qwen2Config:
     )
 
 
-def random_model(shape: Shape = SHAPE, seed: int = 0) -> Qwen2ForCausalLM:
+def random_model(shape: Shape = SHAPE, seed: int = 0, **fields: Any) -> Qwen2ForCausalLM:
     """A model whose every parameter matters: biases that are not 0, norms that are not 1, logits well apart."""
-    model = Qwen2ForCausalLM(qwen2_config(shape)).eval().requires_grad_(False)
+    model = Qwen2ForCausalLM(qwen2_config(shape, **fields)).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -43,16 +43,16 @@ def random_model(shape: Shape = SHAPE, seed: int = 0) -> Qwen2ForCausalLM:
     return model
 
 
-def write_model(directory: Path, shape: Shape = SHAPE, seed: int = 0) -> Qwen2ForCausalLM:
+def write_model(directory: Path, shape: Shape = SHAPE, seed: int = 0, **fields: Any) -> Qwen2ForCausalLM:
     """Write a random model with the demo's tokenizer (23 tokens) as a Hugging Face directory, and return it."""
-    model = random_model(shape, seed)
+    model = random_model(shape, seed, **fields)
     model.generation_config = GenerationConfig(eos_token_id=EOS_ID, bos_token_id=1, pad_token_id=0)
     model.save_pretrained(directory)
     build_tokenizer().save_pretrained(directory)
     return model
 
 
-def run_config(**sections: dict[str, Any]) -> Config:
+def run_config(**sections: Any) -> Config:
     """A config with no preset; `rollout={"temperature": 2}` and so on change it."""
     values: dict[str, Any] = {"run_dir": "run", "steps": 1, "model": {"path": "m"}, "data": {"train": "d"}}
     return Config.model_validate(values | sections)

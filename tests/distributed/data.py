@@ -1,42 +1,18 @@
-"""A tiny Qwen2 with all-distinct dimensions, and RL data of uneven lengths and groups, the same in every process."""
+"""The model that every layout trains, and RL data of uneven lengths and groups, the same in every process."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megatron_rl.config import Config
-from megatron_rl.demo.task import build_tokenizer
 from megatron_rl.types import Graded, Group, Prompt, Response
+from tests import tiny
 
 VOCABULARY = 31  # ids 31 to 36 are banned; with TP 2 the ban begins inside the second shard, which also has padding
 
 
-def write_model(directory: Path, *, tied: bool) -> None:
-    """Grouped heads 10/2, head_dim other than hidden / heads, a vocabulary that TP 2 has to pad."""
-    config = Qwen2Config(
-        vocab_size=37,
-        hidden_size=40,
-        num_hidden_layers=4,
-        num_attention_heads=10,
-        num_key_value_heads=2,
-        head_dim=6,
-        intermediate_size=28,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
-        tie_word_embeddings=tied,
-        eos_token_id=2,
-        bos_token_id=1,
-        pad_token_id=0,
-    )
-    torch.manual_seed(7)
-    model = Qwen2ForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            scale = 0.3 if name.endswith("bias") else 0.2
-            parameter.copy_(torch.randn_like(parameter) * scale + (1.0 if "norm" in name else 0.0))
-    model.save_pretrained(directory)
-    build_tokenizer().save_pretrained(directory)
+SHAPE = replace(tiny.SHAPE, layers=4, intermediate=28)  # as PP 2 and TP 2 want it
 
 
 def make_config(model: Path, run_dir: Path, **sections: dict[str, object]) -> Config:
