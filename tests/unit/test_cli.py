@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from megatron_rl.config_docs import describe_options
 from megatron_rl.config_files import load_config
 from megatron_rl.demo.task import build_tokenizer
 from megatron_rl.training import setup
-from tests.tiny import qwen2_config, write_model
+from tests.tiny import SHAPE, qwen2_config, write_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,6 +122,10 @@ def test_docs_are_the_table_of_options(command: Command) -> None:
         ("rewards.grader=after_markr", "rewards.grader: 'after_markr' is neither a known name nor"),
         ("rewards.grader=no_such_module:f", "rewards.grader: no_such_module:f: No module named"),
         ("algorithm.loss=ppo_clop", "algorithm.loss: 'ppo_clop' is neither a known name nor"),
+        ("rewards.grader=.mine:f", "rewards.grader: .mine:f: "),
+        ("run_dir=/dev/null", "run_dir: /dev/null is not a directory"),
+        ("seed=4294967296", "seed: "),
+        ("algorithm.loss_kwargs.clip_low=null", "algorithm.loss_kwargs.clip_low: "),
         ("algorithm.loss=no_such_module:f", "algorithm.loss: no_such_module:f: No module named"),
     ],
 )
@@ -205,6 +209,12 @@ def test_a_prompt_and_a_budget_that_are_more_than_the_positions_of_the_model_are
     overrides = ("rollout.max_response_tokens=58", f"data.eval={tmp_path}/eval.jsonl")
     assert "after a prompt of 7 tokens" in command("train", recipe, *overrides).mistake
     assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_of_another_model_is_noticed_by_its_ids(command: Command, recipe: Path, tmp_path: Path) -> None:
+    write_model(tmp_path / "model", replace(SHAPE, vocab=8))
+    mistake = command("train", recipe).mistake
+    assert f"{tmp_path}/train.jsonl:1: token id 13 is beyond the model's vocab_size (8)" in mistake
 
 
 @pytest.mark.parametrize(
