@@ -6,7 +6,12 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from megatron_rl.algorithms.weights import Normalisation
+from megatron_rl.algorithms.advantages import ESTIMATORS
+from megatron_rl.algorithms.corrections import Level, Mode
+from megatron_rl.algorithms.kl import KlEstimator
+from megatron_rl.algorithms.losses import LOSSES
+from megatron_rl.algorithms.weights import NORMALISATIONS
+from megatron_rl.presets import PRESETS
 
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -62,6 +67,10 @@ class RewardConfig(Section):
     right: float = 1.0
     """Reward of a right answer."""
 
+    learned: bool = False
+    """The grader is a learned or a remote model rather than a rule. It decides nothing; it warns of training without
+    KL, which rests on rule-based rewards."""
+
 
 class RolloutConfig(Section):
     """How responses are sampled."""
@@ -97,16 +106,52 @@ class SoftOverlongConfig(Section):
     buffer: Positive = 4096
     """Last tokens of `rollout.max_response_tokens` over which the penalty grows from 0 to −1."""
 
+    floor: float | None = -1.0
+    """The penalty is never below it; `null` as some code has it."""
+
+
+class KlConfig(Section):
+    """Divergence from a reference policy: the weights of `model.path`, kept in host memory."""
+
+    coef: Annotated[float, Field(ge=0)] = 0.0
+    """How much of it is added to the loss, or taken from the reward; 0: off, and no reference policy is kept."""
+
+    estimator: KlEstimator = "k3"
+    """`k1` d, `k2` d²/2, `k3` exp(−d) − 1 + d, with d = log π − log π_ref of a sampled token."""
+
+    place: Literal["loss", "reward"] = "loss"
+    """`loss`: added to each token's loss, with gradient; `reward`: its sum over a response is taken from the
+    response's reward, before advantages."""
+
+
+class CorrectionConfig(Section):
+    """Importance weights between the engine, which sampled, and the trainer (megatron_rl/algorithms/corrections.py)."""
+
+    level: Level = "token"
+    """`token`: by each token's own ratio; `sequence`: by the product over its response."""
+
+    mode: Mode = "truncate"
+    """`truncate`: the ratio, at most `cap`; `mask`: nothing where it is above `cap` or below `floor`."""
+
+    cap: Annotated[float, Field(ge=1)] = 2.0
+    """Largest ratio that counts in full."""
+
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Smallest ratio that counts; for `mask`."""
+
 
 class AlgorithmConfig(Section):
     """The objective. A preset sets values of these switches and nothing else; what you set yourself wins."""
 
-    preset: Literal["grpo", "dapo", "dr_grpo", "rloo"] = "dapo"
-    """`grpo` (Shao et al., 2024), `dapo` (Yu et al., 2025), `dr_grpo` (Liu et al., 2025) or `rloo` (Ahmadian et al.,
-    2024)."""
+    preset: str = "dapo"
+    """`grpo` (Shao et al., 2024), `dapo` (Yu et al., 2025), `dapo_batch` (DAPO as most code has it), `dr_grpo` (Liu et
+    al., 2025), `rloo` (Ahmadian et al., 2024), `gspo` (Zheng et al., 2025), `cispo` (MiniMax, 2025), or the rungs of
+    DAPO's ablation, `dapo_ladder_1` to `dapo_ladder_6`."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """`grpo` (r − mean)/std, `dr_grpo` r − mean, `rloo` r − mean of the others in the group."""
+    advantage: str = "grpo"
+    """`grpo` (r − mean)/std, `dr_grpo` r − mean, `rloo` r − mean of the others in the group,
+    `reinforce_plus_plus_baseline` (r − mean)/std with the deviation of r − mean over the batch, `opo` r − mean weighted
+    by length; or `package.module:function`, called as `function(rewards, group_ids, lengths)`."""
 
     std_ddof: Literal[0, 1] = 1
     """1: the variance is divided by n − 1 (verl, TRL, OpenRLHF); 0: by n (Megatron-LM)."""
@@ -114,19 +159,35 @@ class AlgorithmConfig(Section):
     std_eps: Annotated[float, Field(ge=0)] = 1e-6
     """Added to the standard deviation."""
 
-    normalisation: Normalisation = "sequence_mean"
+    normalisation: str = "sequence_mean"
     """Weight of a token: `sequence_mean` 1/(N len), `token_mean_group` 1/(Q · tokens of its group),
-    `token_mean_batch` 1/tokens, `constant` 1/(N · rollout.max_response_tokens)."""
+    `token_mean_batch` 1/tokens, `constant` 1/(N · rollout.max_response_tokens); or `package.module:function`, called as
+    `function(lengths, group_ids, budget)`."""
 
     loss: str = "ppo_clip"
-    """Per-token loss: `ppo_clip`, or `package.module:function` (`LossInputs` to `LossOutput`, see
-    megatron_rl/algorithms/losses.py)."""
+    """Per-token loss: `ppo_clip`, `gspo`, `cispo`, `reinforce`, or `package.module:function` (`LossInputs` to
+    `LossOutput`, see docs/custom_loss.md)."""
 
-    loss_kwargs: dict[str, bool | int | float | str | None] = {}
-    """Keyword arguments of the loss: for `ppo_clip` clip_low, clip_high, dual_clip."""
+    loss_kwargs: dict[str, Any] = {}
+    """Keyword arguments of the loss: clip_low and clip_high (`ppo_clip`, `gspo`, `cispo`), dual_clip (`ppo_clip`)."""
+
+    kl: KlConfig = KlConfig()
+    entropy_coef: float = 0.0
+    """Entropy bonus: how much of each token's entropy, in nats, is taken from its loss."""
+
+    entropy_gradient: bool = False
+    """`LossInputs.entropies` carry a gradient, for a loss of your own that wants one. Takes some memory and time."""
+
+    correction: CorrectionConfig | None = None
+    """Weigh policy losses by trainer over engine probability; `null`: off. How far the two are apart is always measured
+    (`mismatch/...`)."""
 
     dynamic_sampling: bool = False
-    """Train only on groups with 0 < correct < G, and draw prompts until the batch is full."""
+    """Train only on groups that `group_filter` keeps, and draw prompts until the batch is full."""
+
+    group_filter: str = "mixed"
+    """`mixed`: 0 < correct < G, by scores before shaping; or `package.module:function`, called with the scores of a
+    group's graded responses."""
 
     soft_overlong: SoftOverlongConfig | None = None
     """Penalise the last tokens before the budget; `null`: off."""
@@ -167,6 +228,9 @@ class TrainerConfig(Section):
 
     lr_warmup_steps: NotNegative = 0
     """Linear warm-up, in optimizer steps (not rollout steps, not micro-batches)."""
+
+    lr_warmup_rollout_steps: NotNegative = 0
+    """The same in rollout steps of `algorithm.updates_per_rollout` optimizer steps each; set one of the two."""
 
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW's decoupled weight decay."""
@@ -260,6 +324,14 @@ class Config(Section):
             )
         if self.rewards.wrong >= self.rewards.right:
             raise ValueError(f"rewards.wrong ({self.rewards.wrong}) must be below rewards.right ({self.rewards.right})")
+        _check_names(algorithm)
+        if algorithm.correction and algorithm.old_logprobs == "rollout":
+            raise ValueError(
+                "algorithm.correction: with algorithm.old_logprobs=rollout the ratio has the engine's log-probs in it "
+                "already; set one of the two back"
+            )
+        if trainer.lr_warmup_steps and trainer.lr_warmup_rollout_steps:
+            raise ValueError("trainer.lr_warmup_steps and trainer.lr_warmup_rollout_steps: set one of the two")
         if rollout.responses_per_prompt == 1:
             raise ValueError(
                 "rollout.responses_per_prompt: a group of one has no advantage (it is its own mean); set 2 or more"
@@ -270,6 +342,38 @@ class Config(Section):
                 f"rollout.prompts_per_step is {rollout.prompts_per_step}"
             )
         return self
+
+
+def doubts(config: Config) -> list[str]:
+    """What works and is probably not meant, each with the reason."""
+    found = []
+    kl = config.algorithm.kl
+    if config.rewards.learned and kl.coef == 0:
+        found.append(
+            "algorithm.kl.coef is 0 with a learned or remote reward: training without KL rests on rule-based rewards, "
+            "which stay right wherever the policy goes; a learned one is right only near the policy it was made for"
+        )
+    if kl.coef > 0 and kl.estimator == "k1" and kl.place == "loss":
+        found.append(
+            "algorithm.kl: the gradient of k1 in the loss is 0 on average, so it holds nothing back; "
+            "take k2 or k3, or place=reward"
+        )
+    return found
+
+
+def _check_names(algorithm: AlgorithmConfig) -> None:
+    """Refuse a name that is in no registry and isn't package.module:function."""
+    for option, known in (
+        ("preset", tuple(PRESETS)),
+        ("advantage", ESTIMATORS),
+        ("normalisation", NORMALISATIONS),
+        ("loss", tuple(LOSSES)),
+        ("group_filter", ("mixed",)),
+    ):
+        name = getattr(algorithm, option)
+        if name not in known and (":" not in name or option == "preset"):
+            own = "" if option == "preset" else ", or package.module:function"
+            raise ValueError(f"algorithm.{option}: {name!r} is not one of {', '.join(known)}{own}")
 
 
 def sections(section: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:

@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import Config
+from megatron_rl.config import Config, doubts
 from megatron_rl.config_files import dump_config
 from megatron_rl.data.prompts import load_prompts, load_tokenizer
 from megatron_rl.data.stream import PromptStream
@@ -41,7 +41,7 @@ from megatron_rl.training.checkpoint import (
 )
 from megatron_rl.training.hf_config import read_model_spec
 from megatron_rl.training.model import DTYPES, uses_transformer_engine
-from megatron_rl.training.objective import load_loss, try_loss
+from megatron_rl.training.objective import Objective, load_loss
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Prompt
 
@@ -78,12 +78,14 @@ class Run:
         self.step = 0
 
         setup.start(config)
-        try_loss(loss, cpu.device())
+        Objective(loss=loss, algorithm=config.algorithm).try_out(cpu.device())
         self.leader = dist.get_rank() == 0
         self.progress = Progress(config.steps, quiet=not self.leader)
         for path, prompts in ((config.data.train, data), (config.data.eval, heldout)):
             if prompts and prompts.skipped:
                 self.progress.say(f"{path}: {prompts.skipped} prompts over data.max_prompt_tokens were skipped")
+        for doubt in doubts(config):
+            self.progress.say(f"warning: {doubt}")
         self.engine: Engine = EmbeddedEngine(
             config.model.path,
             eos_token_ids=eos,

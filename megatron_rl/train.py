@@ -32,10 +32,11 @@ def train(config: Config) -> bool:
             metrics = rollout.metrics
 
             if rollout.groups:
-                batch = make_batch(rollout.groups, config)  # advantages, loss weights, optimizer steps
-                metrics.merge(batch.metrics)
-                with run.phases.enter("train"):  # micro-batches → log-probs → loss → optimizer
-                    metrics.merge(run.trainer.train(batch))
+                with run.phases.enter("train"):
+                    kl = run.trainer.kl_of_responses(rollout.groups)  # None unless it is taken from the reward
+                    batch = make_batch(rollout.groups, config, kl)  # advantages, loss weights, optimizer steps
+                    metrics.merge(batch.metrics)
+                    metrics.merge(run.trainer.train(batch))  # micro-batches → log-probs → loss → optimizer
                 sync_weights(run)
 
             run.finish_step(step, rollout, metrics)

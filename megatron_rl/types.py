@@ -88,6 +88,12 @@ class TrainedResponse:
     weight: float
     """Weight of each of its tokens in the objective; 0: not trained on."""
 
+    group: int
+    """Which group of the batch it belongs to."""
+
+    number: int
+    """Its place among all responses of the batch."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBatch:
@@ -119,3 +125,15 @@ class MicroBatch:
 
     rollout_logprobs: Tensor
     """float32 `[batch, seq]`, 0 outside responses."""
+
+    response_ids: Tensor
+    """int64 `[batch, seq]`: which response of the micro-batch, from 0; −1 outside the mask."""
+
+    group_ids: Tensor
+    """int64 `[batch, seq]`: which group of the batch; −1 outside the mask."""
+
+    responses: int
+    """How many there are, padding rows too."""
+
+    numbers: tuple[int, ...]
+    """`TrainedResponse.number` of each that is no padding."""

@@ -1,6 +1,11 @@
 """Which groups are trained on (dynamic sampling)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from megatron_rl.functions import load_function
+
+GroupFilter = Callable[[Sequence[float]], bool]
 
 
 def keep_group(accuracies: Sequence[float]) -> bool:
@@ -12,3 +17,12 @@ def keep_group(accuracies: Sequence[float]) -> bool:
         accuracies: the graded outcomes of one group; 1 is right, an ungraded response is left out.
     """
     return len(accuracies) > 1 and min(accuracies) < max(accuracies)
+
+
+def load_filter(name: str) -> GroupFilter:
+    """The filter `mixed` (`keep_group`), or `package.module:function`, called as `function(accuracies)`.
+
+    Raises:
+        UserError: there is no such function.
+    """
+    return keep_group if name == "mixed" else cast(GroupFilter, load_function(name, "algorithm.group_filter"))

@@ -3,15 +3,15 @@
 The objective is `sum_t w_t l_t`, a plain sum, so it does not depend on micro-batches, their order, DP, CP or PP.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-Normalisation = Literal["sequence_mean", "token_mean_group", "token_mean_batch", "constant"]
+from megatron_rl.functions import load_function
+
+NORMALISATIONS = ("sequence_mean", "token_mean_group", "token_mean_batch", "constant")
 
 
-def loss_weights(lengths: Tensor, group_ids: Tensor, *, mode: Normalisation, budget: int | None = None) -> Tensor:
+def loss_weights(lengths: Tensor, group_ids: Tensor, *, mode: str, budget: int | None = None) -> Tensor:
     """Weight of each token of each response.
 
     N counts the responses with trained tokens, Q the groups that hold one. A response without trained tokens has
@@ -21,14 +21,17 @@ def loss_weights(lengths: Tensor, group_ids: Tensor, *, mode: Normalisation, bud
         lengths: trained tokens of each response of the optimizer step, `[responses]`.
         group_ids: `[responses]`, integers.
         mode: `sequence_mean` 1/(N len_i) (GRPO); `token_mean_group` 1/(Q · tokens of the group) (DAPO eq. 8);
-            `token_mean_batch` 1/tokens of the step (DAPO as most code has it); `constant` 1/(N budget) (Dr. GRPO).
+            `token_mean_batch` 1/tokens of the step (DAPO as most code has it); `constant` 1/(N budget) (Dr. GRPO); or
+            `package.module:function`, called as `function(lengths, group_ids, budget)`.
         budget: the generation budget L of `constant`, in tokens; never the padded length.
 
     Returns:
         `[responses]`, float64.
 
     Raises:
-        ValueError: unknown mode, or `constant` without a budget.
+        ValueError: unknown mode; `constant` without a budget; a function of one's own that returns another shape, or
+            something negative or not finite.
+        UserError: there is no such function.
     """
     lengths = lengths.double()
     trained = lengths > 0
@@ -45,6 +48,20 @@ def loss_weights(lengths: Tensor, group_ids: Tensor, *, mode: Normalisation, bud
         if budget is None or budget < 1:
             raise ValueError(f"mode 'constant' needs budget, the longest response in tokens, got {budget}")
         weights = (1 / (responses * float(budget))).expand(len(lengths))
+    elif ":" in mode:
+        weights = _by_function(mode, lengths, group_ids, budget)
     else:
-        raise ValueError(f"unknown normalisation {mode!r}")
+        raise ValueError(f"unknown normalisation {mode!r}: one of {', '.join(NORMALISATIONS)}, or module:function")
     return torch.where(trained, weights, 0.0)
+
+
+def _by_function(name: str, lengths: Tensor, group_ids: Tensor, budget: int | None) -> Tensor:
+    weights = load_function(name, "algorithm.normalisation")(lengths, group_ids, budget)
+    if not isinstance(weights, Tensor) or weights.shape != lengths.shape:
+        raise ValueError(
+            f"algorithm.normalisation: {name} did not return one number for each of {len(lengths)} responses"
+        )
+    used = weights.double()[lengths > 0]
+    if not (used.isfinite() & (used >= 0)).all():
+        raise ValueError(f"algorithm.normalisation: {name} returned a weight that is negative or not finite")
+    return weights.double()

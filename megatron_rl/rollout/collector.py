@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_rl.algorithms.filters import keep_group
+from megatron_rl.algorithms.filters import load_filter
 from megatron_rl.config import Config
 from megatron_rl.data.stream import PromptStream
 from megatron_rl.errors import UserError
@@ -38,6 +38,7 @@ class Collector:
     ) -> None:
         """Collect from `stream`; `warn` is told, on every rank, when a batch stays short."""
         self.sampler, self.stream, self.config, self.warn = sampler, stream, config, warn
+        self.keeps = load_filter(config.algorithm.group_filter)
 
     def collect(self, step: int) -> Rollout:
         """The groups of rollout step `step`. A collective; the same on every rank.
@@ -85,7 +86,7 @@ class Collector:
     def _teaches(self, group: Group) -> bool:
         """Whether a group is trained on: an advantage compares at least two grades."""
         scores = group.graded_scores
-        return len(scores) > 1 and (not self.config.algorithm.dynamic_sampling or keep_group(scores))
+        return len(scores) > 1 and (not self.config.algorithm.dynamic_sampling or self.keeps(scores))
 
     def _next_draws(self, kept: int, sampled: int) -> int:
         """How many prompts should fill the batch, by the share that was kept so far; never more than a batch."""

@@ -1,73 +1,155 @@
-"""Kept groups to the training batch, and the training batch to micro-batches. Pure: the same on every rank."""
+"""Kept groups to the training batch: rewards, advantages, loss weights. Pure: the same on every rank."""
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megatron_rl.algorithms.advantages import group_advantages
+from megatron_rl.algorithms.attribution import gradient_shares
 from megatron_rl.algorithms.shaping import soft_overlong_penalty
 from megatron_rl.algorithms.weights import loss_weights
-from megatron_rl.config import Config
-from megatron_rl.types import Group, MicroBatch, TrainBatch, TrainedResponse
+from megatron_rl.config import AlgorithmConfig, Config
+from megatron_rl.presets import PRESETS
+from megatron_rl.types import Group, TrainBatch, TrainedResponse
+
+COMPARED = ("grpo", "dapo", "dr_grpo")
+"""Objectives whose gradient shares are measured beside the configured one's, on the same batch."""
 
 
-def make_batch(groups: Sequence[Group], config: Config) -> TrainBatch:
+@dataclass(frozen=True, kw_only=True)
+class _Responses:
+    """All responses of the batch as columns, `[responses]`."""
+
+    group_ids: Tensor
+    scores: Tensor
+    lengths: Tensor
+    trained_lengths: Tensor
+    """0 where a response is not trained on."""
+
+    rewards: Tensor
+    """After shaping; NaN where ungraded."""
+
+
+def make_batch(groups: Sequence[Group], config: Config, kl: Sequence[float] | None = None) -> TrainBatch:
     """Rewards, advantages and loss weights of a rollout step, cut at group boundaries into its optimizer steps.
 
     Args:
         groups: the kept groups, in prompt order; not empty.
         config: of the run; `algorithm` and `rewards` decide.
+        kl: divergence from the reference policy, summed over each response, where it is taken from the reward.
     """
+    columns = _columns(groups, config, kl)
+    cuts = _cut(len(groups), config.algorithm.updates_per_rollout)
+    advantages, weights = _terms(columns, config, config.algorithm, cuts)
     responses = [graded.response for group in groups for graded in group.responses]
-    ids = torch.tensor([number for number, group in enumerate(groups) for _ in group.responses])
-    scores = torch.tensor([graded.score for group in groups for graded in group.responses], dtype=torch.float64)
-    lengths = torch.tensor([len(response.ids) for response in responses])
-    algorithm = config.algorithm
+    ids = columns.group_ids.tolist()
+    trained = [
+        TrainedResponse(
+            prompt_ids=groups[group].prompt.ids,
+            response_ids=response.ids,
+            rollout_logprobs=response.logprobs,
+            advantage=advantage,
+            weight=weight,
+            group=group,
+            number=number,
+        )
+        for number, (response, group, advantage, weight) in enumerate(
+            zip(responses, ids, advantages.tolist(), weights.tolist(), strict=True)
+        )
+    ]
+    updates = tuple(tuple(one for one in trained if first <= one.group < last) for first, last in cuts)
+    metrics = _metrics(columns, config, cuts, advantages, weights)
+    if kl is not None:
+        metrics["batch/kl"] = (sum(kl), float(columns.lengths.sum()))
+    return TrainBatch(updates=updates, metrics=metrics)
 
+
+def untrained(groups: Sequence[Group]) -> list[TrainedResponse]:
+    """All responses of the groups as the trainer sees them, to be scored only."""
+    pairs = [(group, graded.response) for group, members in enumerate(groups) for graded in members.responses]
+    return [
+        TrainedResponse(
+            prompt_ids=groups[group].prompt.ids,
+            response_ids=response.ids,
+            rollout_logprobs=response.logprobs,
+            advantage=0.0,
+            weight=1.0,
+            group=group,
+            number=number,
+        )
+        for number, (group, response) in enumerate(pairs)
+    ]
+
+
+def _columns(groups: Sequence[Group], config: Config, kl: Sequence[float] | None) -> _Responses:
+    graded = [graded for group in groups for graded in group.responses]
+    lengths = torch.tensor([len(one.response.ids) for one in graded])
+    scores = torch.tensor([one.score for one in graded], dtype=torch.float64)
+    algorithm = config.algorithm
     rewards = config.rewards.wrong + (config.rewards.right - config.rewards.wrong) * scores
     if algorithm.soft_overlong:
-        budget, buffer = config.rollout.max_response_tokens, algorithm.soft_overlong.buffer
-        rewards = rewards + soft_overlong_penalty(lengths, max_length=budget, buffer=buffer)
-    advantages = group_advantages(
-        rewards, ids, estimator=algorithm.advantage, std_ddof=algorithm.std_ddof, std_eps=algorithm.std_eps
-    )
+        soft, budget = algorithm.soft_overlong, config.rollout.max_response_tokens
+        rewards = rewards + soft_overlong_penalty(lengths, max_length=budget, buffer=soft.buffer, floor=soft.floor)
+    if kl is not None:
+        rewards = rewards - algorithm.kl.coef * torch.tensor(kl, dtype=torch.float64)
     untrained = scores.isnan()
     if algorithm.mask_truncated:
-        untrained |= torch.tensor([response.finish_reason != "stop" for response in responses])
-    trained_lengths = torch.where(untrained, 0, lengths)
+        untrained |= torch.tensor([one.response.finish_reason != "stop" for one in graded])
+    return _Responses(
+        group_ids=torch.tensor([number for number, group in enumerate(groups) for _ in group.responses]),
+        scores=scores,
+        lengths=lengths,
+        trained_lengths=torch.where(untrained, 0, lengths),
+        rewards=rewards,
+    )
 
-    updates = []
-    for first, last in _cut(len(groups), algorithm.updates_per_rollout):
-        members = ((ids >= first) & (ids < last)).nonzero().squeeze(1)
-        weights = loss_weights(
-            trained_lengths[members],
-            ids[members],
+
+def _terms(
+    columns: _Responses, config: Config, algorithm: AlgorithmConfig, cuts: Sequence[tuple[int, int]]
+) -> tuple[Tensor, Tensor]:
+    """Advantages and loss weights of all responses, `[responses]`, as `algorithm` has them."""
+    advantages = group_advantages(
+        columns.rewards,
+        columns.group_ids,
+        estimator=algorithm.advantage,
+        std_ddof=algorithm.std_ddof,
+        std_eps=algorithm.std_eps,
+        lengths=columns.lengths,
+    )
+    weights = torch.zeros_like(columns.scores)
+    for first, last in cuts:
+        members = (columns.group_ids >= first) & (columns.group_ids < last)
+        weights[members] = loss_weights(
+            columns.trained_lengths[members],
+            columns.group_ids[members],
             mode=algorithm.normalisation,
             budget=config.rollout.max_response_tokens,
         )
-        updates.append(
-            tuple(
-                TrainedResponse(
-                    prompt_ids=groups[int(ids[i])].prompt.ids,
-                    response_ids=responses[i].ids,
-                    rollout_logprobs=responses[i].logprobs,
-                    advantage=float(advantages[i]),
-                    weight=float(weight),
-                )
-                for i, weight in zip(members.tolist(), weights, strict=True)
-            )
-        )
-    graded = ~scores.isnan()
+    return advantages, weights
+
+
+def _metrics(
+    columns: _Responses, config: Config, cuts: Sequence[tuple[int, int]], advantages: Tensor, weights: Tensor
+) -> dict[str, tuple[float, float]]:
+    graded = ~columns.scores.isnan()
     metrics = {
-        "batch/groups": (float(len(groups)), 1.0),
-        "batch/responses": (float(len(responses)), 1.0),
-        "batch/tokens": (float(trained_lengths.sum()), 1.0),
-        "batch/reward": (float(rewards[graded].sum()), float(graded.sum())),
+        "batch/groups": (float(len(columns.group_ids.unique())), 1.0),
+        "batch/responses": (float(len(columns.lengths)), 1.0),
+        "batch/tokens": (float(columns.trained_lengths.sum()), 1.0),
+        "batch/reward": (float(columns.rewards[graded].sum()), float(graded.sum())),
         "batch/advantage_abs": (float(advantages.abs().sum()), float(graded.sum())),
     }
-    return TrainBatch(updates=tuple(updates), metrics=metrics)
+    compared = {"this": (advantages, weights)}
+    for name in COMPARED:
+        preset = {key: PRESETS[name]["algorithm"][key] for key in ("advantage", "normalisation")}
+        compared[name] = _terms(columns, config, config.algorithm.model_copy(update=preset), cuts)
+    for name, (of_advantages, of_weights) in compared.items():
+        shares = gradient_shares(of_advantages, of_weights, columns.lengths, columns.scores, columns.group_ids)
+        metrics |= {f"share_{name}/{share}": pair for share, pair in shares.items()}
+    return metrics
 
 
 def _cut(count: int, parts: int) -> list[tuple[int, int]]:
@@ -75,60 +157,3 @@ def _cut(count: int, parts: int) -> list[tuple[int, int]]:
     parts = max(1, min(parts, count))
     bounds = [count * part // parts for part in range(parts + 1)]
     return list(itertools.pairwise(bounds))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """What one data-parallel rank does in an optimizer step."""
-
-    micro_batches: tuple[MicroBatch, ...]
-    """As many on every rank, all of one shape `[rows, seq_length]`."""
-
-    seq_length: int
-
-
-def share_of_rank(
-    update: Sequence[TrainedResponse], *, rank: int, ranks: int, micro_batch_size: int, multiple: int
-) -> Share:
-    """This rank's micro-batches of an optimizer step.
-
-    Responses with weight 0 are left out; a rank without any still runs, on rows that are all padding. Longest first,
-    dealt out in turn, so that ranks get like lengths.
-
-    Args:
-        update: all sequences of the optimizer step.
-        rank: data-parallel rank.
-        ranks: data-parallel size.
-        micro_batch_size: most responses in a micro-batch.
-        multiple: the padded length is a multiple of this (sequence parallelism splits it).
-    """
-    trained = sorted((s for s in update if s.weight != 0), key=lambda s: -len(s.prompt_ids) - len(s.response_ids))
-    longest = len(trained[0].prompt_ids) + len(trained[0].response_ids) if trained else 2
-    seq_length = -(-(longest - 1) // multiple) * multiple
-    count = max(1, -(-len(trained) // (ranks * micro_batch_size)))
-    mine = trained[rank::ranks]
-    rows = max(1, -(-len(trained) // (ranks * count)))  # the same everywhere, and no more empty ones than must be
-    batches = (mine[i * rows : (i + 1) * rows] for i in range(count))
-    return Share(micro_batches=tuple(_pad(batch, rows, seq_length) for batch in batches), seq_length=seq_length)
-
-
-def _pad(sequences: Sequence[TrainedResponse], rows: int, seq_length: int) -> MicroBatch:
-    tokens = torch.zeros(rows, seq_length + 1, dtype=torch.int64)
-    weights, advantages, rollout = (torch.zeros(rows, seq_length) for _ in range(3))
-    mask = torch.zeros(rows, seq_length, dtype=torch.bool)
-    for row, sequence in enumerate(sequences):
-        whole = sequence.prompt_ids + sequence.response_ids
-        tokens[row, : len(whole)] = torch.tensor(whole)
-        response = slice(len(sequence.prompt_ids) - 1, len(whole) - 1)  # position t predicts token t + 1
-        mask[row, response] = True
-        weights[row, response] = sequence.weight
-        advantages[row, response] = sequence.advantage
-        rollout[row, response] = torch.tensor(sequence.rollout_logprobs)
-    return MicroBatch(
-        tokens=tokens[:, :-1].contiguous(),
-        labels=tokens[:, 1:].contiguous(),
-        mask=mask,
-        weights=weights,
-        advantages=advantages,
-        rollout_logprobs=rollout,
-    )

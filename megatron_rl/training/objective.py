@@ -1,7 +1,8 @@
-"""The objective of one micro-batch: `sum_t w_t l_t`, with the loss that the config names."""
+"""The objective of one micro-batch: `sum_t w_t l_t`, with the loss that the config names and the terms around it."""
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast, get_type_hints
 
@@ -9,14 +10,18 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from megatron_rl.algorithms.corrections import correction_weights, mismatch_metrics
+from megatron_rl.algorithms.kl import kl_estimates
 from megatron_rl.algorithms.losses import LOSSES, LossInputs, LossOutput, Metrics, masked_mean
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.errors import UserError
 from megatron_rl.functions import load_function
 from megatron_rl.types import MicroBatch
 
+Loss = Callable[[LossInputs], LossOutput]
 
-def load_loss(algorithm: AlgorithmConfig) -> Callable[[LossInputs], LossOutput]:
+
+def load_loss(algorithm: AlgorithmConfig) -> Loss:
     """The loss function with its keyword arguments bound.
 
     Raises:
@@ -35,74 +40,131 @@ def load_loss(algorithm: AlgorithmConfig) -> Callable[[LossInputs], LossOutput]:
         except ValidationError as error:
             fault = error.errors()[0]["msg"]
             raise UserError(f"algorithm.loss_kwargs.{name}: {fault}, got {value!r} ({algorithm.loss})") from None
-    return cast(Callable[[LossInputs], LossOutput], partial(function, **algorithm.loss_kwargs))
+    return cast(Loss, partial(function, **algorithm.loss_kwargs))
 
 
-def try_loss(loss: Callable[[LossInputs], LossOutput], device: torch.device) -> None:
-    """Call the loss once on two short responses, so that a wrong one is known before anything is sampled.
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """Log-probabilities of a micro-batch's labels, `[batch, seq]`, that were computed before this optimizer step."""
 
-    Raises:
-        UserError: what it returned is no `LossOutput` of these tokens.
-    """
-    mask = torch.tensor([[True, True, False], [True, True, True]], device=device)
-    ones = torch.ones(mask.shape, device=device)
-    batch = MicroBatch(
-        tokens=ones.long(), labels=ones.long(), mask=mask, weights=ones / 5, advantages=ones, rollout_logprobs=-ones
-    )
-    objective(loss, batch, (-ones).requires_grad_(), ones, None)
+    sampled: Tensor | None = None
+    """By the trainer, with the weights that sampled; None: the current ones are those, or nobody computed them."""
+
+    reference: Tensor | None = None
+    """By the reference policy."""
 
 
-def objective(
-    loss: Callable[[LossInputs], LossOutput],
-    batch: MicroBatch,
-    logprobs: Tensor,
-    entropies: Tensor,
-    old_logprobs: Tensor | None,
-    *,
-    first: bool = True,
-) -> tuple[Tensor, Metrics]:
-    """The weighted sum of a micro-batch's token losses, and its metrics as (sum, weight).
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """`sum_t w_t (c_t l_t + kl − entropy bonus)`: the loss l with its correction c, and the two terms beside it."""
 
-    Args:
-        loss: per-token loss.
-        batch: the micro-batch, tensors `[batch, seq]`.
-        logprobs: of the labels under the current policy, `[batch, seq]`, with gradient.
-        entropies: of the distributions they were drawn from, `[batch, seq]`.
-        old_logprobs: denominator of the ratio, `[batch, seq]`; None: the current ones.
-        first: whether the weights are still those that sampled; then trainer and engine should agree.
+    loss: Loss
+    algorithm: AlgorithmConfig
 
-    Raises:
-        UserError: the loss function returned something else than a `LossOutput` of these tokens.
-    """
-    mask = batch.mask.flatten()
-    # Here, not in the losses: whatever stands outside the mask, even NaN, then reaches neither a loss nor a gradient.
-    current, rollout = (torch.where(mask, x.flatten(), 0.0) for x in (logprobs, batch.rollout_logprobs))
-    old = current.detach() if old_logprobs is None else torch.where(mask, old_logprobs.flatten(), 0.0)
-    rows = torch.arange(len(batch.mask), device=mask.device).repeat_interleave(batch.mask.shape[1])
-    out = loss(
-        LossInputs(
+    def __call__(
+        self, batch: MicroBatch, logprobs: Tensor, entropies: Tensor, given: Given, *, first: bool = True
+    ) -> tuple[Tensor, Metrics]:
+        """The objective of a micro-batch, and its metrics as (sum, weight).
+
+        Args:
+            batch: the micro-batch, tensors `[batch, seq]`.
+            logprobs: of the labels under the current policy, `[batch, seq]`, with gradient.
+            entropies: of the distributions they were drawn from, `[batch, seq]`.
+            given: what was computed before.
+            first: whether the weights are still those that sampled; then trainer and engine should agree.
+
+        Raises:
+            UserError: the loss function returned something else than a `LossOutput` of these tokens.
+        """
+        inputs, sampled = self._inputs(batch, logprobs, entropies, given, first)
+        mask, algorithm = inputs.mask, self.algorithm
+        out = self.loss(inputs)
+        _check(out, len(mask))
+        losses = out.losses
+        metrics: Metrics = {
+            "policy/entropy": masked_mean(inputs.entropies, mask),
+            "policy/logprob": masked_mean(inputs.logprobs, mask),
+        }
+        if sampled is not None:
+            pair = (sampled, inputs.rollout_logprobs, mask, inputs.sequence_sum)
+            cap = algorithm.correction.cap if algorithm.correction else 2.0
+            metrics |= mismatch_metrics(*pair, cap=cap)
+            if algorithm.correction:
+                correction = correction_weights(*pair, **algorithm.correction.model_dump())
+                metrics["mismatch/correction"] = masked_mean(correction, mask)
+                losses = losses * correction
+        if inputs.reference_logprobs is not None:
+            kl = kl_estimates(inputs.logprobs, inputs.reference_logprobs, estimator=algorithm.kl.estimator)
+            metrics["policy/kl"] = masked_mean(kl, mask)
+            if algorithm.kl.place == "loss":
+                losses = losses + algorithm.kl.coef * kl
+        if algorithm.entropy_coef:
+            losses = losses - algorithm.entropy_coef * inputs.entropies
+        total = (torch.where(mask, losses, 0.0) * batch.weights.flatten()).sum()
+        metrics["loss/objective"] = (total.detach().clone(), torch.ones(()))
+        taken = metrics.keys() & out.metrics.keys()
+        if taken:
+            raise UserError(f"algorithm.loss: it returned a metric {min(taken)!r}, which is the trainer's own")
+        return total, metrics | out.metrics
+
+    def _inputs(
+        self, batch: MicroBatch, logprobs: Tensor, entropies: Tensor, given: Given, first: bool
+    ) -> tuple[LossInputs, Tensor | None]:
+        """What the loss sees, and the trainer's log-probs with the weights that sampled, if they are known."""
+        mask = batch.mask.flatten()
+
+        # Here, not in the losses: whatever stands outside the mask, even NaN, reaches neither a loss nor a gradient.
+        def inside(values: Tensor) -> Tensor:
+            return torch.where(mask, values.flatten(), 0.0)
+
+        current, rollout = inside(logprobs), inside(batch.rollout_logprobs)
+        sampled = inside(given.sampled) if given.sampled is not None else current.detach() if first else None
+        if self.algorithm.old_logprobs == "rollout":
+            old = rollout
+        elif sampled is None:
+            raise RuntimeError("old log-probs of a later optimizer step were not computed")
+        else:
+            old = sampled
+        return LossInputs(
             logprobs=current,
             old_logprobs=old,
             rollout_logprobs=rollout,
+            reference_logprobs=None if given.reference is None else inside(given.reference),
             advantages=batch.advantages.flatten(),
             mask=mask,
-            response_ids=torch.where(mask, rows, -1),
-            sequence_sum=partial(_sum_over_rows, mask=batch.mask),
+            entropies=inside(entropies),
+            response_ids=batch.response_ids.flatten(),
+            group_ids=batch.group_ids.flatten(),
+            sequence_sum=partial(_sum_over_responses, ids=batch.response_ids.flatten(), responses=batch.responses),
+        ), sampled
+
+    def try_out(self, device: torch.device) -> None:
+        """Call the loss once on two short responses, so that a wrong one is known before anything is sampled.
+
+        Raises:
+            UserError: it raised ValueError, or what it returned is no `LossOutput` of these tokens.
+        """
+        mask = torch.tensor([[True, True, False], [True, True, True]], device=device)
+        ones = torch.ones(mask.shape, device=device)
+        ids = torch.where(mask, torch.tensor([[0], [1]], device=device), -1)
+        batch = MicroBatch(
+            tokens=ones.long(),
+            labels=ones.long(),
+            mask=mask,
+            weights=ones / 5,
+            advantages=ones,
+            rollout_logprobs=-ones,
+            response_ids=ids,
+            group_ids=ids,
+            responses=2,
+            numbers=(0, 1),
         )
-    )
-    _check(out, len(current))
-    total = (torch.where(mask, out.losses, 0.0) * batch.weights.flatten()).sum()
-    metrics: Metrics = {
-        "policy/entropy": masked_mean(entropies.flatten(), mask),
-        "policy/logprob": masked_mean(current, mask),
-        "loss/objective": (total.detach().clone(), torch.ones(())),
-    }
-    if first:
-        metrics["mismatch/logprob_abs"] = masked_mean((current - rollout).abs(), mask)
-    taken = metrics.keys() & out.metrics.keys()
-    if taken:
-        raise UserError(f"algorithm.loss: it returned a metric {min(taken)!r}, which is the trainer's own")
-    return total, metrics | out.metrics
+        reference = -ones if self.algorithm.kl.coef else None
+        entropies = ones.clone().requires_grad_()
+        try:
+            self(batch, (-ones).requires_grad_(), entropies, Given(reference=reference))
+        except ValueError as error:
+            raise UserError(f"algorithm.loss: {self.algorithm.loss}: {error}") from None
 
 
 def _check(out: object, tokens: int) -> None:
@@ -123,7 +185,8 @@ def _is_scalar(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0
 
 
-def _sum_over_rows(values: Tensor, *, mask: Tensor) -> Tensor:
-    """`[tokens]` to `[tokens]`: every response is one row of the padded micro-batch."""
-    sums = torch.where(mask, values.view(mask.shape), 0.0).sum(1, keepdim=True)
-    return sums.expand(mask.shape).flatten()
+def _sum_over_responses(values: Tensor, *, ids: Tensor, responses: int) -> Tensor:
+    """`[tokens]` to `[tokens]`: at each token the sum over its response; 0 at tokens of none (id −1)."""
+    inside = torch.where(ids >= 0, values, 0.0)
+    sums = inside.new_zeros(responses + 1).index_add(0, ids + 1, inside)
+    return sums[ids + 1]

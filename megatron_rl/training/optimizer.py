@@ -41,9 +41,10 @@ def build_optimizer(trainer: TrainerConfig, models: list[DistributedDataParallel
     return get_megatron_optimizer(config, models)
 
 
-def learning_rate(trainer: TrainerConfig, updates_done: int) -> float:
-    """Learning rate of the next optimizer step: linear warm-up over `lr_warmup_steps` of them, then constant."""
-    return trainer.lr * min(1.0, (updates_done + 1) / max(1, trainer.lr_warmup_steps))
+def learning_rate(trainer: TrainerConfig, updates_done: int, *, updates_per_rollout: int = 1) -> float:
+    """Learning rate of the next optimizer step: linear warm-up, counted in optimizer steps, then constant."""
+    warmup = trainer.lr_warmup_steps or trainer.lr_warmup_rollout_steps * updates_per_rollout
+    return trainer.lr * min(1.0, (updates_done + 1) / max(1, warmup))
 
 
 def set_rates(optimizer: MegatronOptimizer, *, lr: float, weight_decay: float) -> None:

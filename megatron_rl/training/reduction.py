@@ -1,6 +1,7 @@
 """Metrics of micro-batches to those of the whole step, over data-parallel ranks and to every pipeline stage."""
 
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.training import cpu
+
+T = TypeVar("T")
 
 
 def reduce_metrics(collected: Iterable[Mapping[str, tuple[Tensor, Tensor]]]) -> MeanMetrics:
@@ -27,20 +30,26 @@ def reduce_metrics(collected: Iterable[Mapping[str, tuple[Tensor, Tensor]]]) -> 
             totals[name] = totals[name] + pair if name in totals else pair
     table = torch.stack(list(totals.values())).tolist() if totals else []  # one copy from the device
     metrics = MeanMetrics(dict(zip(totals, map(tuple, table), strict=True)))
+    reduced = MeanMetrics()
+    for share in from_last_stage(metrics.pairs):
+        reduced.merge(share)
+    return reduced
+
+
+def from_last_stage(value: T) -> list[T]:
+    """What each data-parallel rank of the last pipeline stage has, on every rank. A collective."""
+    values = [value]
     if mpu.is_pipeline_last_stage():
         group = mpu.get_data_parallel_group(with_context_parallel=True)
-        shares: list[MeanMetrics] = [metrics] * group.size()
-        dist.all_gather_object(shares, metrics, group=group)
-        metrics = MeanMetrics()
-        for share in shares:
-            metrics.merge(share)
+        values = [value] * group.size()
+        dist.all_gather_object(values, value, group=group)
     if mpu.get_pipeline_model_parallel_world_size() > 1:
-        message = [metrics]
+        message = [values]
         dist.broadcast_object_list(
             message,
             src=mpu.get_pipeline_model_parallel_last_rank(),
             group=mpu.get_pipeline_model_parallel_group(),
             device=cpu.device(),
         )
-        metrics = message[0]
-    return metrics
+        values = message[0]
+    return values

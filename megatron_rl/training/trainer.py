@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -20,18 +21,21 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from megatron_rl.algorithms.kl import kl_estimates
 from megatron_rl.config import Config
 from megatron_rl.resharding.gather import gather_hf
 from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.training import cpu
-from megatron_rl.training.batch import Share, share_of_rank
+from megatron_rl.training.batch import untrained
 from megatron_rl.training.hf_config import ModelSpec
 from megatron_rl.training.logprobs import token_logprobs
+from megatron_rl.training.micro_batches import Share, share_of_rank
 from megatron_rl.training.model import build_model, load_hf_weights
-from megatron_rl.training.objective import load_loss, objective
+from megatron_rl.training.objective import Given, Objective, load_loss
 from megatron_rl.training.optimizer import build_optimizer, learning_rate, set_rates
-from megatron_rl.training.reduction import reduce_metrics
-from megatron_rl.types import MicroBatch, TrainBatch, TrainedResponse
+from megatron_rl.training.reduction import from_last_stage, reduce_metrics
+from megatron_rl.training.reference import ReferencePolicy
+from megatron_rl.types import Group, MicroBatch, TrainBatch, TrainedResponse
 
 
 class Trainer:
@@ -52,7 +56,8 @@ class Trainer:
         self.optimizer = build_optimizer(config.trainer, self.chunks)
         self.model.config.grad_scale_func = self.optimizer.scale_loss
         self.model.config.finalize_model_grads_func = _finalize_sums
-        self.loss = load_loss(config.algorithm)
+        self.objective = Objective(loss=load_loss(config.algorithm), algorithm=config.algorithm)
+        self.reference = ReferencePolicy(self.model) if config.algorithm.kl.coef else None
         self.updates_done = 0
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -65,13 +70,13 @@ class Trainer:
         Raises:
             FloatingPointError: the gradient is not finite; the run must stop before a checkpoint is written.
         """
-        shares = [self._share(update) for update in batch.updates]
+        trainer, updates = self.config.trainer, self.config.algorithm.updates_per_rollout
+        shares = [self.share(update) for update in batch.updates]
         metrics = MeanMetrics()
-        olds = self._old_logprobs(shares)
-        for number, (share, old) in enumerate(zip(shares, olds, strict=True)):
-            lr = learning_rate(self.config.trainer, self.updates_done)
-            set_rates(self.optimizer, lr=lr, weight_decay=self.config.trainer.weight_decay)
-            metrics.merge(self.gradients(share, old, first=number == 0))
+        for number, (share, given) in enumerate(zip(shares, self._given(shares), strict=True)):
+            lr = learning_rate(trainer, self.updates_done, updates_per_rollout=updates)
+            set_rates(self.optimizer, lr=lr, weight_decay=trainer.weight_decay)
+            metrics.merge(self.gradients(share, given, first=number == 0))
             _, norm, _ = self.optimizer.step()
             if not math.isfinite(norm):
                 raise FloatingPointError(f"gradient norm is {norm} in optimizer step {self.updates_done + 1}")
@@ -80,12 +85,12 @@ class Trainer:
             metrics.add("train/lr", lr)
         return metrics
 
-    def gradients(self, share: Share, old_logprobs: list[Tensor] | None = None, *, first: bool = True) -> MeanMetrics:
+    def gradients(self, share: Share, given: Sequence[Given] = (), *, first: bool = True) -> MeanMetrics:
         """Forward and backward over one optimizer step; the gradient is left in the parameters' `main_grad`.
 
         Args:
             share: this rank's micro-batches.
-            old_logprobs: for each of them, `[batch, seq]`, on the last pipeline stage; None: the current ones.
+            given: what was computed before, for each of them, on the last pipeline stage; none: nothing was.
             first: whether the weights are still those that sampled.
         """
         for chunk in self.chunks:
@@ -94,8 +99,8 @@ class Trainer:
 
         def loss_of(batch: MicroBatch, number: int, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             logprobs, entropies = self._logprobs(logits, batch)
-            old = old_logprobs[number] if old_logprobs else None
-            total, metrics = objective(self.loss, batch, logprobs, entropies, old, first=first)
+            known = given[number] if given else Given()
+            total, metrics = self.objective(batch, logprobs, entropies, known, first=first)
             return total, torch.zeros((), dtype=torch.int), metrics
 
         metrics = reduce_metrics(self._run(share, loss_of, forward_only=False))
@@ -112,7 +117,28 @@ class Trainer:
         with torch.no_grad():
             return self._run(share, keep, forward_only=True)
 
-    def _share(self, update: tuple[TrainedResponse, ...]) -> Share:
+    def kl_of_responses(self, groups: Sequence[Group]) -> list[float] | None:
+        """Divergence from the reference policy, summed over each response; None unless it is taken from the reward.
+
+        The policy's log-probs are the engine's, which sampled. A collective; the same on every rank.
+        """
+        kl = self.config.algorithm.kl
+        if self.reference is None or kl.place != "reward":
+            return None
+        share = self.share(untrained(groups))
+        with self.reference.in_place():
+            references = self.logprobs(share)
+        mine: dict[int, float] = {}
+        for batch, reference in zip(share.micro_batches, references, strict=False):  # none but on the last stage
+            estimates = kl_estimates(batch.rollout_logprobs, reference, estimator=kl.estimator).double()
+            ids = batch.response_ids + 1
+            sums = estimates.new_zeros(batch.responses + 1).index_add(0, ids.flatten(), estimates.flatten())
+            mine |= dict(zip(batch.numbers, sums[1:].tolist(), strict=False))
+        found = {number: value for part in from_last_stage(mine) for number, value in part.items()}
+        return [found[number] for number in range(len(found))]
+
+    def share(self, update: Sequence[TrainedResponse]) -> Share:
+        """This rank's micro-batches of an optimizer step, on its device."""
         trainer = self.config.trainer
         share = share_of_rank(
             update,
@@ -123,11 +149,20 @@ class Trainer:
         )
         return replace(share, micro_batches=tuple(_to_device(batch) for batch in share.micro_batches))
 
-    def _old_logprobs(self, shares: list[Share]) -> list[list[Tensor] | None]:
-        if self.config.algorithm.old_logprobs == "rollout":
-            return [[batch.rollout_logprobs for batch in share.micro_batches] for share in shares]
-        # Nothing changes before the first update: its own log-probs serve.
-        return [None, *(self.logprobs(share) for share in shares[1:])]
+    def _given(self, shares: list[Share]) -> list[list[Given]]:
+        """What each update needs that is computed with the weights as they are now, or with the reference's."""
+        sampled: list[list[Tensor]] = [[] for _ in shares]
+        if self.config.algorithm.old_logprobs == "trainer":
+            # Nothing changes before the first update: its own log-probs serve.
+            sampled[1:] = [self.logprobs(share) for share in shares[1:]]
+        references: list[list[Tensor]] = [[] for _ in shares]
+        if self.reference is not None and self.config.algorithm.kl.place == "loss":
+            with self.reference.in_place():
+                references = [self.logprobs(share) for share in shares]
+        return [
+            [Given(sampled=old, reference=reference) for old, reference in zip_longest(*pair)]
+            for pair in zip(sampled, references, strict=True)
+        ]
 
     def _logprobs(self, logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return token_logprobs(
@@ -136,6 +171,7 @@ class Trainer:
             temperature=self.config.rollout.temperature,
             vocabulary=self.vocabulary,
             group=mpu.get_tensor_model_parallel_group(),
+            entropy_gradient=self.config.algorithm.entropy_gradient or self.config.algorithm.entropy_coef != 0,
         )
 
     def _run(self, share: Share, loss_of: Callable[..., Any], *, forward_only: bool) -> list[Any]:
@@ -174,4 +210,7 @@ def _finalize_sums(models: list[Any], num_tokens: Tensor | None = None, **kwargs
 
 def _to_device(batch: MicroBatch) -> MicroBatch:
     device = cpu.device()
-    return batch if device.type == "cpu" else MicroBatch(**{k: v.to(device) for k, v in vars(batch).items()})
+    if device.type == "cpu":
+        return batch
+    moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(batch).items()}
+    return MicroBatch(**moved)

@@ -66,7 +66,7 @@ def check_model(config_of: Any, reference: Path) -> dict[str, Any]:
         "round_trip": {name: tensor.clone() for name, tensor in trainer.hf_weights()},
     }
     batch = make_batch(make_groups(), config)
-    share = trainer._share(batch.updates[0])
+    share = trainer.share(batch.updates[0])
     # On policy, and with log-probs of another policy as the old ones: ratios away from 1, some of them clipped.
     for name, old in (("on_policy", None), ("clipped", [micro.rollout_logprobs for micro in share.micro_batches])):
         metrics = trainer.gradients(share, old)
