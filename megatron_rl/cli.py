@@ -83,6 +83,19 @@ def docs() -> None:
     typer.echo(describe_options(), nl=False)
 
 
+@app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    step: Annotated[int, typer.Option(min=1, help="A step whose batch is kept (telemetry.keep_batches).")],
+    preset: Annotated[list[str] | None, typer.Option(help="Compare with these objectives; again for several.")] = None,
+) -> None:
+    """Compute a step of a run again, on one process: losses, weights, how objectives differ, what is not finite."""
+    from megatron_rl.replay import COMPARED, print_replay
+    from megatron_rl.replay import replay as run_replay
+
+    print_replay(run_replay(run, step, preset or COMPARED))
+
+
 def main() -> None:
     """Entry point: a mistake of the user is one line and exit code 2."""
     sys.path.insert(0, os.getcwd())  # functions that a recipe names may lie beside it

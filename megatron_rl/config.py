@@ -283,6 +283,10 @@ class TelemetryConfig(Section):
     samples_per_step: NotNegative = 16
     """Groups of each step that are saved with their texts under `samples/`."""
 
+    keep_batches: NotNegative = 2
+    """Training batches of the newest steps that are kept under `batches/`, for `megatron-rl replay`; 0: none. About 12
+    bytes a token, written before the step is trained on."""
+
 
 class Config(Section):
     """A run."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import Config, doubts
 from megatron_rl.config_files import dump_config
-from megatron_rl.data.prompts import load_prompts, load_tokenizer
+from megatron_rl.data.prompts import load_prompts, load_tokenizer, usable_ids
 from megatron_rl.data.stream import PromptStream
 from megatron_rl.errors import UserError
 from megatron_rl.files import replace_text
@@ -70,7 +70,7 @@ class Run:
         grader = load_grader(config.rewards)
         loss = load_loss(config.algorithm)
         with HfReader(config.model.path, spec.shape):
-            vocabulary = min(max(tokenizer.get_vocab().values()) + 1, spec.shape.vocab)
+            vocabulary = usable_ids(tokenizer, spec.shape.vocab)
         _check_ids(spec.shape.vocab, config.data.train, data.prompts)
         _check_ids(spec.shape.vocab, config.data.eval, self.heldout)
         _check_positions(spec.max_positions, (*data.prompts, *self.heldout), config)
@@ -163,6 +163,11 @@ class Run:
         if isinstance(message[0], UserError):
             raise message[0]
         return cast(T, message[0])
+
+    def keep_batch(self, step: int, rollout: Rollout, kl: Sequence[float] | None) -> None:
+        """Write down what the step trains on, before it does: also what a failure came from."""
+        if self.writer:
+            self.writer.batch(step, rollout.groups, kl)
 
     def finish_step(self, step: int, rollout: Rollout, metrics: MeanMetrics) -> None:
         """Count the step as done and write down what happened in it."""

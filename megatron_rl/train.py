@@ -34,6 +34,7 @@ def train(config: Config) -> bool:
             if rollout.groups:
                 with run.phases.enter("train"):
                     kl = run.trainer.kl_of_responses(rollout.groups)  # None unless it is taken from the reward
+                    run.keep_batch(step, rollout, kl)
                     batch = make_batch(rollout.groups, config, kl)  # advantages, loss weights, optimizer steps
                     metrics.merge(batch.metrics)
                     metrics.merge(run.trainer.train(batch))  # micro-batches → log-probs → loss → optimizer

@@ -45,6 +45,11 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def usable_ids(tokenizer: PreTrainedTokenizerBase, vocab: int) -> int:
+    """How many ids may be sampled, of a model's vocabulary of `vocab`: those that the tokenizer has a text for."""
+    return min(max(tokenizer.get_vocab().values()) + 1, vocab)
+
+
 def load_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> PromptSet:
     """Read a JSONL file of prompts.
 

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.errors import UserError
+from megatron_rl.files import share
 from megatron_rl.resharding.names import Shape, hf_shapes
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -125,6 +126,7 @@ def _write_weights(
     def flush() -> None:
         name = f"part-{len(files)}.safetensors"
         save_file(held, directory / name, metadata={"format": "pt"})
+        share(directory / name)
         files.append((name, list(held)))
         held.clear()
 

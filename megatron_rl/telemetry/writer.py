@@ -12,6 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megatron_rl.config import Config
 from megatron_rl.files import replace_text
+from megatron_rl.telemetry.batches import write_batch
 from megatron_rl.types import Graded, Group
 
 
@@ -25,7 +26,7 @@ class RunWriter:
         self.samples_dir.mkdir(parents=True, exist_ok=True)
         kept = [row for row in read_metrics(self.metrics_path) if row["step"] <= step] if step else []
         replace_text(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
-        for file in self.samples_dir.glob("step_*.jsonl"):
+        for file in (*self.samples_dir.glob("step_*.jsonl"), *batch_files(directory)):
             if not step or int(file.stem.removeprefix("step_")) > step:
                 file.unlink()
         self._file = self.metrics_path.open("a")
@@ -52,11 +53,29 @@ class RunWriter:
         ]
         replace_text(self.samples_dir / f"step_{step:06d}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
+    def batch(self, step: int, groups: Sequence[Group], kl: Sequence[float] | None) -> None:
+        """The training batch of a step; those before the newest `telemetry.keep_batches` go."""
+        keep = self.config.telemetry.keep_batches
+        if keep:
+            write_batch(batch_file(self.config.run_dir, step), groups, kl)
+            for old in batch_files(self.config.run_dir)[:-keep]:
+                old.unlink()
+
     def close(self) -> None:
         """Close the files."""
         self._file.close()
         if self._board:
             self._board.close()
+
+
+def batch_file(run_dir: Path, step: int) -> Path:
+    """Where the training batch of a step is kept."""
+    return run_dir / f"batches/step_{step:06d}.safetensors"
+
+
+def batch_files(run_dir: Path) -> list[Path]:
+    """The training batches that are kept, oldest first."""
+    return sorted((run_dir / "batches").glob("step_*.safetensors"))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

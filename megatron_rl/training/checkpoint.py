@@ -61,10 +61,15 @@ def checkpoints_dir(config: Config) -> Path:
     return config.run_dir / "checkpoints"
 
 
-def latest_checkpoint(config: Config) -> Path | None:
-    """The newest complete checkpoint of the run, or None. Unfinished ones have another name."""
-    found = _complete(config)
+def latest_checkpoint(config: Config, until: int | None = None) -> Path | None:
+    """The newest complete checkpoint of the run (of no step after `until`), or None. Unfinished ones are not found."""
+    found = [path for path in _complete(config) if until is None or step_of(path) <= until]
     return found[-1] if found else None
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was written."""
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def _complete(config: Config) -> list[Path]:
@@ -143,14 +148,24 @@ def load_checkpoint(directory: Path, trainer: Trainer, state: RunState) -> None:
     Raises:
         UserError: it is damaged.
     """
-    try:
-        FileSystemReader(directory).read_metadata()  # torch would log a traceback on every rank and go on without
-        loaded = dist_checkpointing.load(_sharded_state(trainer, loading=True), str(directory))
-    except _DAMAGE as error:
-        raise UserError(f"{directory} can't be loaded: {_reason(error)}; {_MOVE.format(directory)}") from None
+    loaded = _load(directory, _sharded_state(trainer, loading=True))
     trainer.model.load_state_dict(loaded["model"])
     load_optimizer_state(trainer.optimizer, loaded["optimizer"])
     trainer.updates_done = state.updates
+
+
+def load_weights(directory: Path, trainer: Trainer) -> None:
+    """Put the weights of a checkpoint into the model, and nothing else. A collective. Raises as `load_checkpoint`."""
+    loaded = _load(directory, {"model": trainer.model.sharded_state_dict(metadata=_metadata())})
+    trainer.model.load_state_dict(loaded["model"])
+
+
+def _load(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
+    try:
+        FileSystemReader(directory).read_metadata()  # torch would log a traceback on every rank and go on without
+        return dist_checkpointing.load(state, str(directory))
+    except _DAMAGE as error:
+        raise UserError(f"{directory} can't be loaded: {_reason(error)}; {_MOVE.format(directory)}") from None
 
 
 _UNSAVED = "make room, then start the same command again: the checkpoints before it are whole"

@@ -49,16 +49,21 @@ class Trainer:
             spec: the architecture.
             vocabulary: number of token ids that may be sampled; higher ids are outside the softmax.
         """
-        self.config, self.spec, self.vocabulary = config, spec, vocabulary
+        self.spec, self.vocabulary = spec, vocabulary
         self.model: GPTModel = build_model(spec, config.trainer)
         load_hf_weights(self.model, spec.shape, config.model.path)
         self.chunks = [_wrap(self.model, config.trainer.distributed_optimizer)]
         self.optimizer = build_optimizer(config.trainer, self.chunks)
         self.model.config.grad_scale_func = self.optimizer.scale_loss
         self.model.config.finalize_model_grads_func = _finalize_sums
-        self.objective = Objective(loss=load_loss(config.algorithm), algorithm=config.algorithm)
+        self.use(config)
         self.reference = ReferencePolicy(self.model) if config.algorithm.kl.coef else None
         self.updates_done = 0
+
+    def use(self, config: Config) -> None:
+        """Go on with the objective of `config`, on the same model."""
+        self.config = config
+        self.objective = Objective(loss=load_loss(config.algorithm), algorithm=config.algorithm)
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The current weights as whole HF tensors; a collective (see `gather_hf`)."""
@@ -73,7 +78,7 @@ class Trainer:
         trainer, updates = self.config.trainer, self.config.algorithm.updates_per_rollout
         shares = [self.share(update) for update in batch.updates]
         metrics = MeanMetrics()
-        for number, (share, given) in enumerate(zip(shares, self._given(shares), strict=True)):
+        for number, (share, given) in enumerate(zip(shares, self.given(shares), strict=True)):
             lr = learning_rate(trainer, self.updates_done, updates_per_rollout=updates)
             set_rates(self.optimizer, lr=lr, weight_decay=trainer.weight_decay)
             metrics.merge(self.gradients(share, given, first=number == 0))
@@ -149,7 +154,7 @@ class Trainer:
         )
         return replace(share, micro_batches=tuple(_to_device(batch) for batch in share.micro_batches))
 
-    def _given(self, shares: list[Share]) -> list[list[Given]]:
+    def given(self, shares: Sequence[Share]) -> list[list[Given]]:
         """What each update needs that is computed with the weights as they are now, or with the reference's."""
         sampled: list[list[Tensor]] = [[] for _ in shares]
         if self.config.algorithm.old_logprobs == "trainer":

@@ -1,0 +1,84 @@
+"""A step computed again on one process, from what a run on two processes kept of it."""
+
+import dataclasses
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.telemetry.batches import read_batch, write_batch
+from megatron_rl.telemetry.writer import read_metrics
+from tests.e2e.conftest import ROOT, Job
+
+TP2 = "trainer.tensor_parallel_size=2"
+
+
+@pytest.fixture(scope="module")
+def run(job: Job) -> Path:
+    """Two steps with a checkpoint after each, on two ranks that split every matrix."""
+    return job.train("replayed", TP2, "checkpoint.every=1", "algorithm.updates_per_rollout=1", processes=2)
+
+
+def replay(run: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "megatron_rl", "replay", str(run), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200, env=None)
+
+
+def table(out: str) -> dict[str, list[str]]:
+    """Rows of the first table, by objective."""
+    rows = [
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for line in out.split("share of")[0].splitlines()
+        if line.startswith("│")
+    ]
+    return {row[0]: row[1:] for row in rows if len(row) == 5 and row[0]}
+
+
+def test_it_gives_the_loss_and_the_gradient_that_the_run_had(run: Path) -> None:
+    ended = replay(run, "--step", "2", "--preset", "dapo", "--preset", "dr_grpo", "--preset", "rloo")
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    row = read_metrics(run / "metrics.jsonl")[1]
+    found = table(ended.stdout)
+    assert list(found) == ["this", "dapo", "dr_grpo", "rloo"]
+    loss, norm, cosine, _ = found["this"]
+    assert float(loss) == pytest.approx(row["loss/objective"], rel=1e-5)
+    assert float(norm) == pytest.approx(row["train/grad_norm"], rel=1e-5)
+    assert cosine == "1.000000"
+    assert found["dapo"] == found["this"]  # it is what the recipe trains with
+    # RLOO is G/(G − 1) = 6/5 times Dr. GRPO: the same direction, and neither is DAPO's.
+    assert found["rloo"][2] == found["dr_grpo"][2] != "1.000000"
+    assert float(found["rloo"][1]) == pytest.approx(1.2 * float(found["dr_grpo"][1]), rel=1e-5)
+    assert "all values are finite" in ended.stdout
+
+
+def test_it_names_the_response_that_a_value_which_is_not_finite_came_from(run: Path, tmp_path: Path) -> None:
+    path = run / "batches/step_000002.safetensors"
+    groups, kl = read_batch(path)
+    whole = path.read_bytes()
+    spoilt = groups[3].responses[2]
+    logprobs = (*spoilt.response.logprobs[:1], math.nan, *spoilt.response.logprobs[2:])
+    answer = dataclasses.replace(spoilt, response=dataclasses.replace(spoilt.response, logprobs=logprobs))
+    answers = (*groups[3].responses[:2], answer, *groups[3].responses[3:])
+    write_batch(path, [*groups[:3], dataclasses.replace(groups[3], responses=answers), *groups[4:]], kl)
+    ended = replay(run, "--step", "2", "--preset", "grpo")
+    path.write_bytes(whole)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    token = f"token 1 (id {spoilt.response.ids[1]})"
+    assert f"not finite: prompt {groups[3].prompt.index}, sample 2: the engine's log-prob of {token}" in ended.stdout
+    assert "all values are finite" not in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--step", "7"), "the batch of step 7 is not kept (kept: 1, 2)"),
+        (("--step", "2", "--preset", "ppo"), "--preset: 'ppo' is not one of grpo, dapo"),
+    ],
+)
+def test_what_it_can_not_replay_it_says_in_one_line(run: Path, arguments: tuple[str, ...], said: str) -> None:
+    ended = replay(run, *arguments)
+    assert ended.returncode == 2
+    assert said in ended.stderr
+    assert ended.stderr.count("\n") == 1
