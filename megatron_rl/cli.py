@@ -44,10 +44,12 @@ def train(
 ) -> None:
     """Train a model as the recipe says, or go on with a run that was interrupted."""
     from megatron_rl.config_files import dump_config, load_config
+    from megatron_rl.presets import PRESETS
 
     config = load_config(recipe, overrides or [])
     if show:
-        typer.echo(dump_config(config), nl=False)
+        preset = config.algorithm.preset
+        typer.echo(f"# {preset}: {PRESETS[preset].source}\n{dump_config(config)}", nl=False)
     elif processes > 1:
         from megatron_rl.local_launch import launch_local
         from megatron_rl.training.hf_config import read_model_spec

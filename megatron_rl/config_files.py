@@ -77,8 +77,9 @@ def _merge(below: DictConfig, above: DictConfig, recipe: Path) -> DictConfig:
 def _preset(user: DictConfig) -> DictConfig:
     algorithm = user.get("algorithm")
     chosen = algorithm if isinstance(algorithm, DictConfig) else OmegaConf.create()
-    preset = OmegaConf.create(PRESETS.get(str(chosen.get("preset", "dapo")), {}))
-    if preset and chosen.get("loss", preset.algorithm.loss) != preset.algorithm.loss:
+    named = PRESETS.get(str(chosen.get("preset", "dapo")))
+    preset = OmegaConf.create({"algorithm": named.algorithm, "rewards": named.rewards} if named else {})
+    if named and chosen.get("loss", preset.algorithm.loss) != preset.algorithm.loss:
         del preset.algorithm.loss_kwargs  # they belong to the preset's own loss
     return preset
 

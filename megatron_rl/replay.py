@@ -103,13 +103,13 @@ def with_preset(config: Config, name: str) -> Config:
     """
     if name not in PRESETS:
         raise UserError(f"--preset: {name!r} is not one of {', '.join(PRESETS)}")
-    values = {"preset": name, **PRESETS[name]["algorithm"]}
+    values = {"preset": name, **PRESETS[name].algorithm}
     soft = values.get("soft_overlong")
     if soft and soft["buffer"] > config.rollout.max_response_tokens:
         values["soft_overlong"] = config.algorithm.soft_overlong  # the preset's is for its own budget
     kept = {option: getattr(config.algorithm, option) for option in _STEPWISE}
     algorithm = AlgorithmConfig.model_validate({**values, **kept})
-    rewards = config.rewards.model_copy(update={"wrong": 0.0, **PRESETS[name].get("rewards", {})})
+    rewards = config.rewards.model_copy(update={"wrong": 0.0, **PRESETS[name].rewards})
     return config.model_copy(update={"algorithm": algorithm, "rewards": rewards})
 
 

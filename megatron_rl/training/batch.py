@@ -144,7 +144,7 @@ def _metrics(
     }
     compared = {"this": (advantages, weights)}
     for name in COMPARED:
-        preset = {key: PRESETS[name]["algorithm"][key] for key in ("advantage", "normalisation")}
+        preset = {key: PRESETS[name].algorithm[key] for key in ("advantage", "normalisation")}
         compared[name] = _terms(columns, config, config.algorithm.model_copy(update=preset), cuts)
     for name, (of_advantages, of_weights) in compared.items():
         shares = gradient_shares(of_advantages, of_weights, columns.lengths, columns.scores, columns.group_ids)

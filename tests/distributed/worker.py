@@ -14,11 +14,14 @@ from megatron_rl.resharding.hf_files import HfReader
 from megatron_rl.rollout.embedded import EmbeddedEngine
 from megatron_rl.rollout.engine import Request, Sampling
 from megatron_rl.training import setup
-from megatron_rl.training.batch import Share, make_batch
+from megatron_rl.training.batch import make_batch
 from megatron_rl.training.checkpoint import RunState, load_checkpoint, save_checkpoint
 from megatron_rl.training.hf_config import read_model_spec
+from megatron_rl.training.micro_batches import Share
+from megatron_rl.training.objective import Given
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import MicroBatch, TrainBatch
+from tests.distributed import objectives
 from tests.distributed.data import VOCABULARY, make_config, make_groups
 
 LAYOUTS: dict[str, dict[str, object]] = {
@@ -68,9 +71,15 @@ def check_model(config_of: Any, reference: Path) -> dict[str, Any]:
     batch = make_batch(make_groups(), config)
     share = trainer.share(batch.updates[0])
     # On policy, and with log-probs of another policy as the old ones: ratios away from 1, some of them clipped.
-    for name, old in (("on_policy", None), ("clipped", [micro.rollout_logprobs for micro in share.micro_batches])):
-        metrics = trainer.gradients(share, old)
+    rollout = [Given(sampled=micro.rollout_logprobs) for micro in share.micro_batches]
+    for name, given in (("on_policy", []), ("clipped", rollout)):
+        metrics = trainer.gradients(share, given)
         results[name] = (hf_named(trainer, lambda parameter: parameter.main_grad), metrics.values())
+    results["objectives"] = {}
+    for name, case in objectives.cases().items():
+        loss = objectives.compute(trainer, config, case)
+        results["objectives"][name] = (hf_named(trainer, lambda parameter: parameter.main_grad), loss)
+    trainer.use(config)
     results["engine"] = [engine_gaps(trainer, batch, version) for version in range(3)]
     results["resume"] = {
         sharded: resume_gaps(config_of(distributed_optimizer=sharded), batch) for sharded in (False, True)
@@ -108,7 +117,16 @@ def logits_gap(trainer: Trainer, model: Path) -> float | None:
     tokens = torch.randint(0, 37, (2, 12), generator=torch.Generator().manual_seed(3))
     blank = torch.zeros(2, 12)
     micro = MicroBatch(
-        tokens=tokens, labels=tokens, mask=blank.bool(), weights=blank, advantages=blank, rollout_logprobs=blank
+        tokens=tokens,
+        labels=tokens,
+        mask=blank.bool(),
+        weights=blank,
+        advantages=blank,
+        rollout_logprobs=blank,
+        response_ids=blank.long() - 1,
+        group_ids=blank.long() - 1,
+        responses=2,
+        numbers=(),
     )
 
     def keep(batch: MicroBatch, number: int, logits: torch.Tensor) -> Any:
@@ -161,6 +179,10 @@ def engine_gaps(trainer: Trainer, batch: TrainBatch, version: int) -> dict[str, 
             weights=blank,
             advantages=blank,
             rollout_logprobs=blank,
+            response_ids=blank.long() - 1,
+            group_ids=blank.long() - 1,
+            responses=1,
+            numbers=(),
         )
         best = best_logprobs(trainer, micro)
         scored = trainer.logprobs(Share(micro_batches=(micro,), seq_length=width))

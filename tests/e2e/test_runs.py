@@ -24,7 +24,13 @@ def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 TP2, PP2, DP2 = "trainer.tensor_parallel_size=2", "trainer.pipeline_parallel_size=2", "trainer.tensor_parallel_size=1"
 
 
-@pytest.mark.parametrize(("preset", "layout"), [("grpo", DP2), ("dapo", TP2), ("dr_grpo", PP2), ("rloo", TP2)])
+PRESETS_IN = {
+    **{"grpo": DP2, "dapo": TP2, "dapo_batch": DP2, "dr_grpo": PP2, "rloo": TP2, "gspo": TP2, "cispo": PP2},
+    **{"dapo_ladder_2": PP2},
+}
+
+
+@pytest.mark.parametrize(("preset", "layout"), PRESETS_IN.items())
 def test_every_preset_trains(job: Job, preset: str, layout: str) -> None:
     run = job.train(
         f"preset_{preset}", f"algorithm.preset={preset}", DP2, layout, "rollout.responses_per_prompt=3", processes=2
@@ -37,8 +43,23 @@ def test_every_preset_trains(job: Job, preset: str, layout: str) -> None:
         assert all(value is not None and math.isfinite(value) for value in row.values())
     mixed = rows[0]["rollout/mixed_groups"]
     assert 0 < mixed < 1
-    # Only DAPO leaves out the groups that are all right or all wrong, and draws further prompts for them.
-    assert (rows[0]["rollout/rounds"] > 1) == (preset == "dapo")
+    # Some leave out the groups that are all right or all wrong, and draw further prompts for them.
+    assert (rows[0]["rollout/rounds"] > 1) == (preset in ("dapo", "dapo_batch", "cispo"))
+
+
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_kl_entropy_bonus_and_correction_train_and_resume(job: Job, place: str) -> None:
+    """The reference policy is that of the beginning, also after going on: the parts equal the whole."""
+    settings = [PP2, DP2, "algorithm.kl.coef=0.2", f"algorithm.kl.place={place}", "algorithm.entropy_coef=0.01"]
+    settings += ["algorithm.correction.mode=mask", "algorithm.correction.floor=0.5"]
+    whole = job.train(f"kl_{place}_whole", "steps=3", *settings, processes=2)
+    job.train(f"kl_{place}_parts", "steps=2", *settings, processes=2)
+    parts = job.train(f"kl_{place}_parts", "steps=3", *settings, processes=2)
+    rows, expected = (without_times(read_metrics(run / "metrics.jsonl")) for run in (parts, whole))
+    assert rows == expected
+    name = {"loss": "policy/kl", "reward": "batch/kl"}[place]
+    assert abs(rows[0][name]) < 1e-3 < rows[2][name]  # the policy leaves the reference behind
+    assert all(row["mismatch/correction"] == pytest.approx(1, abs=1e-4) for row in rows)
 
 
 def test_a_loss_and_a_grader_of_ones_own(job: Job) -> None:

@@ -1,15 +1,12 @@
-"""Groups to sequences with advantages and weights, and sequences to padded micro-batches of data-parallel ranks."""
+"""Groups to sequences with advantages and weights, and the figures about them."""
 
 import math
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from megatron_rl.training.batch import Share, make_batch, share_of_rank
-from megatron_rl.types import MicroBatch, TrainedResponse
+from megatron_rl.training.batch import make_batch, untrained
+from megatron_rl.types import TrainedResponse
 from tests.tiny import graded_group, run_config
 
 NAN = math.nan
@@ -42,6 +39,28 @@ def test_a_batch_keeps_the_order_the_ids_and_the_logprobs() -> None:
     assert [sequence.response_ids for sequence in update] == [answer.ids for answer in answers]
     assert [sequence.rollout_logprobs for sequence in update] == [answer.logprobs for answer in answers]
     assert advantages(update) == pytest.approx(ALL, abs=1e-12)
+    assert [sequence.group for sequence in update] == [0] * 4 + [1] * 3 + [2] * 2
+    assert [sequence.number for sequence in update] == list(range(9))
+
+
+def test_groups_and_numbers_go_on_over_optimizer_steps() -> None:
+    _, second, third = make_batch(GROUPS, run_config(algorithm=algorithm(updates_per_rollout=3))).updates
+    assert [(sequence.group, sequence.number) for sequence in second + third] == [
+        (1, 4),
+        (1, 5),
+        (1, 6),
+        (2, 7),
+        (2, 8),
+    ]
+
+
+def test_responses_to_be_scored_only_have_the_same_ids_groups_and_numbers() -> None:
+    (update,) = make_batch(GROUPS, run_config(algorithm=algorithm())).updates
+    scored = untrained(GROUPS)
+    for key in ("prompt_ids", "response_ids", "rollout_logprobs", "group", "number"):
+        assert [getattr(one, key) for one in scored] == [getattr(one, key) for one in update]
+    assert advantages(tuple(scored)) == [0.0] * 9
+    assert 0.0 not in weights(tuple(scored))  # one of weight 0 would not be scored
 
 
 @pytest.mark.parametrize(
@@ -132,138 +151,94 @@ def test_figures_about_the_batch() -> None:
     assert metrics["batch/advantage_abs"] == (pytest.approx(1.5 + 4 / 3 + 1), 9.0)
 
 
-# ---- micro-batches
+# ---- the divergence from a reference, taken from the reward
 
 
-def sequence(number: int, prompt: int, length: int, weight: float = 1.0) -> TrainedResponse:
-    """Distinct, positive ids; the log-probs say which response and position they belong to."""
-    first = 1000 * (number + 1)
-    return TrainedResponse(
-        prompt_ids=tuple(range(first, first + prompt)),
-        response_ids=tuple(range(first + 500, first + 500 + length)),
-        rollout_logprobs=tuple(-(number + 1) - position / 64 for position in range(length)),
-        advantage=(-1) ** number * (number + 1) / 8,
-        weight=weight * (number + 1) / 16,
+def test_the_divergence_is_taken_from_the_reward_before_advantages() -> None:
+    config = run_config(
+        algorithm=algorithm(advantage="dr_grpo", kl={"coef": 0.5, "place": "reward"}), rewards={"wrong": -1.0}
     )
+    batch = make_batch(GROUPS[:1], config, kl=[0.2, 1.0, -0.4, 0.0])
+    # Rewards 1 − 0.1, −1 − 0.5, −1 + 0.2, −1: mean −0.6.
+    assert advantages(batch.updates[0]) == pytest.approx([1.5, -0.9, -0.2, -0.4], abs=1e-12)
+    assert batch.metrics["batch/reward"] == (pytest.approx(-2.4), 4.0)
+    assert batch.metrics["batch/kl"] == (pytest.approx(0.8), 10.0)  # per token
 
 
-UPDATE = [sequence(0, 2, 3), sequence(1, 4, 6), sequence(2, 1, 1), sequence(3, 3, 5, weight=0.0), sequence(4, 2, 9)]
-
-
-def shares(update: list[TrainedResponse], ranks: int, size: int, multiple: int = 1) -> list[Share]:
-    return [
-        share_of_rank(update, rank=rank, ranks=ranks, micro_batch_size=size, multiple=multiple) for rank in range(ranks)
-    ]
-
-
-def rows(batch: MicroBatch) -> list[dict[int, tuple[float, float, float]]]:
-    """For each row that trains something: label to (weight, advantage, log-prob)."""
-    return [
-        {
-            int(batch.labels[row, t]): (
-                batch.weights[row, t].item(),
-                batch.advantages[row, t].item(),
-                batch.rollout_logprobs[row, t].item(),
-            )
-            for t in batch.mask[row].nonzero().squeeze(1).tolist()
-        }
-        for row in range(len(batch.mask))
-        if batch.mask[row].any()
-    ]
-
-
-def test_a_row_is_the_sequence_and_its_mask_predicts_exactly_the_response() -> None:
-    (share,) = shares([sequence(0, 2, 3)], ranks=1, size=1, multiple=3)
-    (batch,) = share.micro_batches
-    assert share.seq_length == 6  # four positions, rounded up to threes
-    assert batch.tokens.tolist() == [[1000, 1001, 1500, 1501, 1502, 0]]
-    assert batch.labels.tolist() == [[1001, 1500, 1501, 1502, 0, 0]]
-    assert batch.mask.tolist() == [[False, True, True, True, False, False]]
-    assert batch.weights.tolist() == [[0, 1 / 16, 1 / 16, 1 / 16, 0, 0]]
-    assert batch.advantages.tolist() == [[0, 1 / 8, 1 / 8, 1 / 8, 0, 0]]
-    assert batch.rollout_logprobs.tolist() == [[0, -1, -1 - 1 / 64, -1 - 2 / 64, 0, 0]]
-    assert (batch.tokens.dtype, batch.labels.dtype, batch.mask.dtype) == (torch.int64, torch.int64, torch.bool)
-    assert {batch.weights.dtype, batch.advantages.dtype, batch.rollout_logprobs.dtype} == {torch.float32}
-    assert batch.tokens.is_contiguous()
-    assert batch.labels.is_contiguous()
-
-
-def test_the_end_of_sequence_is_trained_when_sampled_and_never_invented() -> None:
-    eos = 2
-    cut = TrainedResponse(prompt_ids=(1, 9), response_ids=(5, 6), rollout_logprobs=(-1.0, -2.0), advantage=1, weight=1)
-    stopped = TrainedResponse(
-        prompt_ids=(1, 9), response_ids=(5, 6, eos), rollout_logprobs=(-1.0, -2.0, -3.0), advantage=1, weight=1
+def test_it_comes_on_top_of_the_soft_punishment_and_gives_ungraded_responses_nothing() -> None:
+    group = graded_group(0, [1, NAN, 0], [16, 3, 20])
+    config = run_config(
+        algorithm=algorithm(advantage="dr_grpo", soft_overlong={"buffer": 8}, kl={"coef": 0.5, "place": "reward"}),
+        rollout={"max_response_tokens": 20},
     )
-    (share,) = shares([cut, stopped], ranks=1, size=2)
-    trained = [sorted(row) for row in rows(share.micro_batches[0])]
-    assert trained == [[eos, 5, 6], [5, 6]]
+    (update,) = make_batch([group], config, kl=[0.6, 9.0, 0.2]).updates
+    # Rewards 1 − 0.5 − 0.3 and 0 − 1 − 0.1.
+    assert advantages(update) == pytest.approx([0.65, 0, -0.65], abs=1e-12)
 
 
-@pytest.mark.parametrize(("ranks", "size"), [(1, 1), (1, 3), (1, 9), (2, 1), (2, 3), (3, 2), (7, 2)])
-def test_ranks_together_hold_every_trained_sequence_once(ranks: int, size: int) -> None:
-    all_shares = shares(UPDATE, ranks, size)
-    found = [row for share in all_shares for batch in share.micro_batches for row in rows(batch)]
-    expected = [
-        {
-            label: (pytest.approx(s.weight), pytest.approx(s.advantage), pytest.approx(logprob))
-            for label, logprob in zip(s.response_ids, s.rollout_logprobs, strict=True)
-        }
-        for s in UPDATE
-        if s.weight
-    ]
-    assert sorted(found, key=min) == sorted(expected, key=min)
-    assert len({len(share.micro_batches) for share in all_shares}) == 1
-    assert {share.seq_length for share in all_shares} == {10}
-    count = len(all_shares[0].micro_batches)
-    for share in all_shares:
-        for batch in share.micro_batches:
-            assert batch.tokens.shape == batch.labels.shape == batch.mask.shape == (math.ceil(4 / (ranks * count)), 10)
+def test_without_a_divergence_there_is_no_figure_of_it() -> None:
+    assert "batch/kl" not in make_batch(GROUPS, run_config(algorithm=algorithm())).metrics
 
 
-def test_a_rank_without_sequences_runs_on_padding() -> None:
-    *_, last = shares(UPDATE, ranks=7, size=2)
-    (batch,) = last.micro_batches
-    assert not batch.mask.any()
-    assert not batch.weights.any()
-    assert batch.tokens.eq(0).all()
+# ---- the floor of the soft punishment
 
 
-@pytest.mark.parametrize("multiple", [1, 4])
-def test_nothing_to_train_on_is_one_micro_batch_of_padding(multiple: int) -> None:
-    untrained = [sequence(0, 2, 3, weight=0.0)]
-    for share in shares(untrained, ranks=2, size=3, multiple=multiple):
-        (batch,) = share.micro_batches
-        assert batch.mask.shape == (1, multiple)
-        assert not batch.mask.any()
-
-
-def test_ranks_get_like_lengths() -> None:
-    update = [sequence(number, 1, length) for number, length in enumerate([9, 1, 8, 2, 7, 3, 6, 4])]
-    totals = [sum(int(batch.mask.sum()) for batch in share.micro_batches) for share in shares(update, ranks=2, size=2)]
-    assert sum(totals) == 40
-    assert max(totals) - min(totals) <= 4
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 7), st.sampled_from([0.0, 1.0])), max_size=12),
-    st.integers(1, 5),
-    st.integers(1, 4),
-    st.sampled_from([1, 2, 4]),
+@pytest.mark.parametrize(
+    ("length", "floor", "penalty"),
+    [(17, -1.0, -0.625), (17, -0.5, -0.5), (17, None, -0.625), (24, -1.0, -1.0), (24, None, -1.5)],
 )
-def test_any_update_is_dealt_out_whole(
-    sizes: list[tuple[int, int, float]], ranks: int, size: int, multiple: int
-) -> None:
-    update = [sequence(number, *of_one) for number, of_one in enumerate(sizes)]
-    trained = [s for s in update if s.weight]
-    all_shares = shares(update, ranks, size, multiple)
-    labels = [label for share in all_shares for batch in share.micro_batches for row in rows(batch) for label in row]
-    assert sorted(labels) == sorted(label for s in trained for label in s.response_ids)
-    total = sum(batch.weights.double().sum().item() for share in all_shares for batch in share.micro_batches)
-    assert total == pytest.approx(sum(s.weight * len(s.response_ids) for s in trained))
-    counts = {len(share.micro_batches) for share in all_shares}
-    assert counts == {max(1, math.ceil(len(trained) / (ranks * size)))}
-    shapes = {tuple(batch.tokens.shape) for share in all_shares for batch in share.micro_batches}
-    assert len(shapes) == 1
-    assert shapes.pop()[0] <= size
-    assert all(share.seq_length % multiple == 0 for share in all_shares)
+def test_the_soft_punishment_stops_at_its_floor(length: int, floor: float | None, penalty: float) -> None:
+    # A budget of 20 and a buffer of 8: 17 tokens cost 5/8, and 24, which no engine samples, 12/8.
+    config = run_config(
+        algorithm=algorithm(soft_overlong={"buffer": 8, "floor": floor}), rollout={"max_response_tokens": 20}
+    )
+    assert make_batch([graded_group(0, [1, 1], [length, 3])], config).metrics["batch/reward"] == (2 + penalty, 2.0)
+
+
+# ---- where the gradient goes
+
+
+def shares(metrics: Any, objective: str, kind: str) -> dict[str, tuple[float, float]]:
+    prefix = f"share_{objective}/{kind}_"
+    return {name.removeprefix(prefix): pair for name, pair in metrics.items() if name.startswith(prefix)}
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("objective", ["this", "grpo", "dapo", "dr_grpo"])
+def test_the_shares_of_each_objective_are_there_and_sum_to_one(objective: str, updates: int) -> None:
+    config = run_config(algorithm=algorithm(advantage="rloo", updates_per_rollout=updates))
+    metrics = make_batch(GROUPS, config).metrics
+    for kind, count in (("length", 8), ("pass_rate", 4)):
+        found = shares(metrics, objective, kind)
+        assert len(found) == count
+        assert sum(part / whole for part, whole in found.values()) == pytest.approx(1, abs=1e-12)
+
+
+def test_the_shares_of_the_first_group_by_hand() -> None:
+    # One right of 2 tokens, wrong ones of 4, 1 and 3: quarters end at 1.75, 2.5 and 3.25 tokens.
+    metrics = make_batch(GROUPS[:1], run_config(algorithm=algorithm(advantage="rloo"))).metrics
+    for objective, masses in {
+        "grpo": {"25_50_right": 3, "0_25_wrong": 1, "50_75_wrong": 1, "75_100_wrong": 1},  # |A| alone
+        "dapo": {"25_50_right": 6, "0_25_wrong": 1, "50_75_wrong": 3, "75_100_wrong": 4},  # |A| len
+        "dr_grpo": {"25_50_right": 6, "0_25_wrong": 1, "50_75_wrong": 3, "75_100_wrong": 4},
+    }.items():
+        found = {name: part / whole for name, (part, whole) in shares(metrics, objective, "length").items() if part}
+        total = sum(masses.values())
+        assert found == pytest.approx({name: mass / total for name, mass in masses.items()}, abs=1e-12)
+
+
+def test_this_objective_is_compared_on_equal_terms() -> None:
+    dr_grpo = {"advantage": "dr_grpo", "normalisation": "constant"}
+    groups = [graded_group(0, [1, 0, 0, 0], [2, 4, 1, 3], truncated=(1,)), *GROUPS[1:]]
+    for switches in (dr_grpo, {**dr_grpo, "mask_truncated": True}):
+        metrics = make_batch(groups, run_config(algorithm=algorithm(**switches))).metrics
+        for kind in ("length", "pass_rate"):
+            this = shares(metrics, "this", kind)
+            assert this == shares(metrics, "dr_grpo", kind)
+            assert this != shares(metrics, "grpo", kind)
+
+
+def test_a_batch_in_which_nothing_is_trained_has_no_shares() -> None:
+    group = graded_group(0, [1, 0], [2, 4], truncated=(0, 1))
+    metrics = make_batch([group], run_config(algorithm=algorithm(mask_truncated=True))).metrics
+    assert not [name for name in metrics if name.startswith("share_")]

@@ -35,10 +35,15 @@ class Scripted:
 
 
 def collector(
-    right: list[int], *, dynamic: bool = True, warnings: list[str] | None = None, **rollout: object
+    right: list[int],
+    *,
+    dynamic: bool = True,
+    group_filter: str = "mixed",
+    warnings: list[str] | None = None,
+    **rollout: object,
 ) -> tuple[Collector, Scripted]:
     config: Config = run_config(
-        algorithm={"dynamic_sampling": dynamic},
+        algorithm={"dynamic_sampling": dynamic, "group_filter": group_filter},
         rollout={"prompts_per_step": 3, "responses_per_prompt": 4, "max_response_tokens": 9, **rollout},
     )
     prompts = [Prompt(index=number, text="", ids=(1,), answer="") for number in range(5)]
@@ -97,6 +102,18 @@ def test_without_dynamic_sampling_all_groups_are_kept() -> None:
     one, sampler = collector([0, 2, 4, 1], dynamic=False)
     assert kept(one.collect(step=1).groups) == [0, 1, 2]
     assert sampler.rounds == [3]
+
+
+def at_most_half(accuracies: Sequence[float]) -> bool:
+    """A user's filter; with scores of a whole group of four."""
+    assert len(accuracies) == 4
+    return sum(accuracies) <= 2
+
+
+@pytest.mark.parametrize(("dynamic", "expected"), [(True, [0, 1, 3]), (False, [0, 1, 2])])
+def test_a_filter_of_ones_own_decides_where_sampling_is_dynamic(dynamic: bool, expected: list[int]) -> None:
+    one, _ = collector([0, 2, 4, 1, 3, 2], dynamic=dynamic, group_filter=f"{__name__}:at_most_half")
+    assert kept(one.collect(step=1).groups) == expected
 
 
 def test_a_draw_is_seeded_by_stream_step_and_position_and_the_stream_goes_on() -> None:

@@ -3,13 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import BaseModel, ValidationError
 
-from megatron_rl.config import Config
+from megatron_rl.config import Config, doubts
 from megatron_rl.config_docs import describe_options
 from megatron_rl.config_files import dump_config, load_config
 from megatron_rl.errors import UserError
 from megatron_rl.presets import PRESETS
+from megatron_rl.training.objective import Objective, load_loss
 from tests.tiny import run_config
 
 ROOT = Path(__file__).parents[2]
@@ -35,26 +37,66 @@ def refusal(path: Path, *overrides: str) -> str:
 # ---- presets, files, overrides
 
 
-@pytest.mark.parametrize(
-    ("preset", "expected"),
-    [
-        ("grpo", ("grpo", "sequence_mean", {"clip_low": 0.2, "clip_high": 0.2}, False, 0.0)),
-        ("dapo", ("grpo", "token_mean_group", {"clip_low": 0.2, "clip_high": 0.28}, True, -1.0)),
-        ("dr_grpo", ("dr_grpo", "constant", {"clip_low": 0.2, "clip_high": 0.2}, False, 0.0)),
-        ("rloo", ("rloo", "constant", {"clip_low": 0.2, "clip_high": 0.2}, False, 0.0)),
-    ],
-)
-def test_a_preset_sets_the_switches_of_its_paper(preset: str, expected: tuple[object, ...], tmp_path: Path) -> None:
+NARROW, WIDE = {"clip_low": 0.2, "clip_high": 0.2}, {"clip_low": 0.2, "clip_high": 0.28}
+GRPO, SOFT = ("grpo", "sequence_mean"), 4096
+# Advantage and normalisation; loss and its clip; buffer of the soft punishment; truncated answers masked; dynamic
+# sampling; reward of a wrong answer.
+OF_PAPERS: dict[str, tuple[object, ...]] = {
+    "grpo": (GRPO, "ppo_clip", NARROW, None, False, False, 0.0),
+    "dapo": (("grpo", "token_mean_group"), "ppo_clip", WIDE, SOFT, False, True, -1.0),
+    "dapo_batch": (("grpo", "token_mean_batch"), "ppo_clip", WIDE, SOFT, False, True, -1.0),
+    "dr_grpo": (("dr_grpo", "constant"), "ppo_clip", NARROW, None, False, False, 0.0),
+    "rloo": (("rloo", "constant"), "ppo_clip", NARROW, None, False, False, 0.0),
+    "gspo": (GRPO, "gspo", {"clip_low": 0.0003, "clip_high": 0.0004}, None, False, False, 0.0),
+    "cispo": (("grpo", "token_mean_group"), "cispo", {"clip_low": None, "clip_high": 4.0}, None, False, True, 0.0),
+    # Yu et al. (2025), table 1: GRPO, + overlong filtering, + clip-higher, + soft punishment, + token-level loss,
+    # + dynamic sampling.
+    "dapo_ladder_1": (GRPO, "ppo_clip", NARROW, None, False, False, -1.0),
+    "dapo_ladder_2": (GRPO, "ppo_clip", NARROW, None, True, False, -1.0),
+    "dapo_ladder_3": (GRPO, "ppo_clip", WIDE, None, True, False, -1.0),
+    "dapo_ladder_4": (GRPO, "ppo_clip", WIDE, SOFT, False, False, -1.0),
+    "dapo_ladder_5": (("grpo", "token_mean_group"), "ppo_clip", WIDE, SOFT, False, False, -1.0),
+    "dapo_ladder_6": (("grpo", "token_mean_group"), "ppo_clip", WIDE, SOFT, False, True, -1.0),
+}
+
+
+@pytest.mark.parametrize("preset", OF_PAPERS)
+def test_a_preset_sets_the_switches_of_its_paper(preset: str, tmp_path: Path) -> None:
     config = load_config(recipe(tmp_path, f"algorithm: {{preset: {preset}}}"))
     algorithm = config.algorithm
-    switches = (algorithm.advantage, algorithm.normalisation, algorithm.loss_kwargs, algorithm.dynamic_sampling)
-    assert (*switches, config.rewards.wrong) == expected
-    assert (algorithm.preset, algorithm.loss, algorithm.std_ddof, config.rewards.right) == (preset, "ppo_clip", 1, 1.0)
-    assert (algorithm.soft_overlong is not None) == (preset == "dapo")
+    assert OF_PAPERS[preset] == (
+        (algorithm.advantage, algorithm.normalisation),
+        algorithm.loss,
+        algorithm.loss_kwargs,
+        algorithm.soft_overlong.buffer if algorithm.soft_overlong else None,
+        algorithm.mask_truncated,
+        algorithm.dynamic_sampling,
+        config.rewards.wrong,
+    )
+    # What they all leave as it is: no KL, no entropy bonus, no correction, old log-probs by the trainer.
+    rest = (algorithm.kl.coef, algorithm.entropy_coef, algorithm.correction, algorithm.old_logprobs)
+    assert rest == (0.0, 0.0, None, "trainer")
+    assert (algorithm.preset, algorithm.group_filter, algorithm.updates_per_rollout) == (preset, "mixed", 1)
+    assert (algorithm.std_ddof, algorithm.std_eps, config.rewards.right) == (1, 1e-6, 1.0)
+    if algorithm.soft_overlong:
+        assert algorithm.soft_overlong.floor == -1.0
 
 
 def test_every_preset_can_be_named() -> None:
-    assert sorted(PRESETS) == ["dapo", "dr_grpo", "grpo", "rloo"]
+    assert set(PRESETS) == set(OF_PAPERS)
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_the_loss_of_a_preset_can_be_loaded_and_tried(preset: str, tmp_path: Path) -> None:
+    algorithm = load_config(recipe(tmp_path, f"algorithm: {{preset: {preset}}}")).algorithm
+    Objective(loss=load_loss(algorithm), algorithm=algorithm).try_out(torch.device("cpu"))
+
+
+def test_the_last_rung_of_the_ladder_is_dapo(tmp_path: Path) -> None:
+    path = recipe(tmp_path)
+    ladder, dapo = (load_config(path, [f"algorithm.preset={name}"]) for name in ("dapo_ladder_6", "dapo"))
+    algorithm = ladder.algorithm.model_copy(update={"preset": "dapo"})
+    assert ladder.model_copy(update={"algorithm": algorithm}) == dapo
 
 
 def test_dapo_is_the_preset_of_a_recipe_that_names_none(tmp_path: Path) -> None:
@@ -218,6 +260,13 @@ def test_a_base_and_a_recipe_that_do_not_fit_together_are_refused(tmp_path: Path
         ("trainer.dtype=float16", "trainer.dtype"),
         ("trainer.tensor_parallel_size=0", "trainer.tensor_parallel_size"),
         ("algorithm.std_ddof=2", "algorithm.std_ddof"),
+        ("algorithm.kl.coef=-1", "algorithm.kl.coef"),
+        ("algorithm.kl.estimator=k4", "algorithm.kl.estimator"),
+        ("algorithm.kl.place=both", "algorithm.kl.place"),
+        ("algorithm.correction.level=group", "algorithm.correction.level"),
+        ("algorithm.correction.mode=clip", "algorithm.correction.mode"),
+        ("algorithm.correction.cap=0.9", "algorithm.correction.cap"),
+        ("algorithm.correction.floor=1.1", "algorithm.correction.floor"),
         ("algorithm.preset=ppo", "algorithm.preset"),
         ("data.overlong_prompts=cut", "data.overlong_prompts"),
         ("checkpoint.every=0", "checkpoint.every"),
@@ -254,10 +303,76 @@ def test_an_empty_recipe_lacks_what_is_required(tmp_path: Path) -> None:
         (["rewards.wrong=2"], "rewards.wrong (2.0) must be below rewards.right (1.0)"),
         (["rollout.responses_per_prompt=1"], "a group of one has no advantage"),
         (["rollout.prompts_per_step=3", "algorithm.updates_per_rollout=4"], "needs at least as many groups"),
+        (["algorithm.correction.cap=3", "algorithm.old_logprobs=rollout"], "algorithm.correction: with algorithm.old_"),
+        (["trainer.lr_warmup_steps=4", "trainer.lr_warmup_rollout_steps=2"], "set one of the two"),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(overrides: list[str], said: str, tmp_path: Path) -> None:
     assert said in refusal(recipe(tmp_path), *overrides)
+
+
+OWN = ", or package.module:function"
+
+
+@pytest.mark.parametrize(
+    ("option", "known"),
+    [
+        ("advantage", f"grpo, dr_grpo, rloo, reinforce_plus_plus_baseline, opo{OWN}"),
+        ("normalisation", f"sequence_mean, token_mean_group, token_mean_batch, constant{OWN}"),
+        ("loss", f"ppo_clip, gspo, cispo, reinforce{OWN}"),
+        ("group_filter", f"mixed{OWN}"),
+        ("preset", ", ".join(OF_PAPERS)),
+    ],
+)
+def test_a_name_that_is_not_known_is_refused_with_those_that_are(option: str, known: str, tmp_path: Path) -> None:
+    path = recipe(tmp_path)
+    said = refusal(path, f"algorithm.{option}=grppo")
+    assert said == f"{path}: algorithm.{option}: 'grppo' is not one of {known}"
+
+
+def test_a_function_of_ones_own_may_be_named_but_is_no_preset(tmp_path: Path) -> None:
+    path = recipe(tmp_path)
+    options = ("advantage", "normalisation", "loss", "group_filter")
+    algorithm = load_config(path, [f"algorithm.{option}=my.module:own" for option in options]).algorithm
+    assert [getattr(algorithm, option) for option in options] == ["my.module:own"] * 4
+    assert "is not one of grpo, dapo" in refusal(path, "algorithm.preset=my.module:own")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.correction.cap=3", "algorithm.old_logprobs=trainer"],
+        ["algorithm.old_logprobs=rollout"],
+        ["trainer.lr_warmup_steps=4"],
+        ["trainer.lr_warmup_rollout_steps=2"],
+    ],
+)
+def test_one_of_two_that_exclude_each_other_is_taken(overrides: list[str], tmp_path: Path) -> None:
+    load_config(recipe(tmp_path), overrides)
+
+
+LEARNED, NO_HOLD = "rests on rule-based rewards", "the gradient of k1 in the loss is 0 on average"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], []),
+        (["rewards.learned=true"], [LEARNED]),
+        (["rewards.learned=true", "algorithm.kl.coef=0.1"], []),
+        (["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k1"], [NO_HOLD]),
+        (["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k1", "rewards.learned=true"], [NO_HOLD]),
+        (["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k1", "algorithm.kl.place=reward"], []),
+        (["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k2"], []),
+        (["algorithm.kl.coef=0", "algorithm.kl.estimator=k1"], []),
+    ],
+)
+def test_what_is_probably_not_meant_is_doubted(overrides: list[str], said: list[str], tmp_path: Path) -> None:
+    found = doubts(load_config(recipe(tmp_path), overrides))
+    assert len(found) == len(said)
+    for doubt, part in zip(found, said, strict=True):
+        assert part in doubt
+        assert doubt.startswith("algorithm.kl")
 
 
 def test_the_nearest_combinations_that_can_work_are_taken(tmp_path: Path) -> None:
@@ -321,11 +436,11 @@ def sections(model: type[BaseModel] = Config) -> list[type[BaseModel]]:
 
 
 def test_every_option_and_every_section_has_a_text() -> None:
-    assert len(sections()) == 11
+    assert len(sections()) == 13
     for section in sections():
         assert (section.__doc__ or "").strip(), section
         for key, option in section.model_fields.items():
-            is_section = section is Config and key not in ("run_dir", "seed", "steps", "collective_timeout_s")
+            is_section = isinstance(option.annotation, type) and issubclass(option.annotation, BaseModel)
             assert is_section or (option.description or "").strip().endswith("."), f"{section.__name__}.{key}"
 
 

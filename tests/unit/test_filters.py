@@ -1,8 +1,11 @@
 """Dynamic sampling: a group is kept by how many are right, never by shaped rewards."""
 
+from collections.abc import Sequence
+
 import pytest
 
-from megatron_rl.algorithms.filters import keep_group
+from megatron_rl.algorithms.filters import keep_group, load_filter
+from megatron_rl.errors import UserError
 from tests.tiny import graded_group
 
 
@@ -28,3 +31,21 @@ def test_ungraded_answers_do_not_make_a_group_mixed() -> None:
     assert not keep_group(graded_group(0, [1, nan, 1], [2, 3, 4]).graded_scores)
     assert keep_group(graded_group(0, [nan, 0, 1], [2, 3, 4]).graded_scores)
     assert not keep_group(graded_group(0, [nan, nan, nan], [2, 3, 4]).graded_scores)
+
+
+def hard_ones(accuracies: Sequence[float]) -> bool:
+    """A user's filter."""
+    return 0 < sum(accuracies) / len(accuracies) < 0.5
+
+
+def test_a_filter_is_loaded_by_its_name_or_its_place() -> None:
+    assert load_filter("mixed") is keep_group
+    own = load_filter(f"{__name__}:hard_ones")
+    assert [own(scores) for scores in ([1, 0, 0], [1, 1, 0], [0, 0, 0])] == [True, False, False]
+
+
+@pytest.mark.parametrize("name", ["mixd", "no.such.module:keep", f"{__name__}:no_such_filter"])
+def test_a_filter_that_is_not_there_is_refused_with_its_option(name: str) -> None:
+    with pytest.raises(UserError, match=r"^algorithm\.group_filter: ") as caught:
+        load_filter(name)
+    assert name in str(caught.value)

@@ -1,20 +1,24 @@
-"""`sum_t w_t l_t` of padded micro-batches: what reaches the loss, what is kept out, and invariance to the split."""
+"""`sum_t w_t l_t` of padded micro-batches and the terms around it: what reaches the loss, what is kept out, and
+invariance to the split."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.algorithms.losses import LOSSES, LossInputs, LossOutput, ppo_clip
+from megatron_rl.algorithms.losses import LOSSES, LossInputs, LossOutput, Metrics, ppo_clip, reinforce
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.errors import UserError
-from megatron_rl.training.batch import share_of_rank
-from megatron_rl.training.objective import load_loss, objective, try_loss
+from megatron_rl.training.logprobs import token_logprobs
+from megatron_rl.training.micro_batches import share_of_rank
+from megatron_rl.training.objective import Given, Objective, load_loss
 from megatron_rl.types import MicroBatch, TrainedResponse
+from tests.cases.group import group_of_one
 
 
 def sequences() -> list[TrainedResponse]:
@@ -26,6 +30,8 @@ def sequences() -> list[TrainedResponse]:
             rollout_logprobs=tuple(-0.1 * (position + number) for position in range(length)),
             advantage=advantage,
             weight=weight,
+            group=number // 2,
+            number=number,
         )
         for number, (prompt, length, advantage, weight) in enumerate(
             [(1, 2, 1.5, 0.25), (3, 4, -0.5, 0.125), (2, 1, -0.5, 0.5), (4, 3, -2.0, 0.0625), (1, 6, 0.75, 0.375)]
@@ -35,6 +41,23 @@ def sequences() -> list[TrainedResponse]:
 
 def micro_batches(of: list[TrainedResponse], size: int, multiple: int = 1) -> list[MicroBatch]:
     return list(share_of_rank(of, rank=0, ranks=1, micro_batch_size=size, multiple=multiple).micro_batches)
+
+
+def objective(
+    loss: Callable[[LossInputs], Any],
+    batch: MicroBatch,
+    logprobs: Tensor,
+    *,
+    entropies: Tensor | None = None,
+    sampled: Tensor | None = None,
+    reference: Tensor | None = None,
+    first: bool = True,
+    **algorithm: Any,
+) -> tuple[Tensor, Metrics]:
+    """Of one micro-batch with these switches; entropies are 0 unless given."""
+    entropies = torch.zeros_like(logprobs) if entropies is None else entropies
+    one = Objective(loss=loss, algorithm=AlgorithmConfig(**algorithm))
+    return one(batch, logprobs, entropies, Given(sampled=sampled, reference=reference), first=first)
 
 
 def logprobs_of(batch: MicroBatch) -> Tensor:
@@ -49,7 +72,7 @@ def total_and_gradients(of: list[TrainedResponse], size: int, multiple: int = 1)
     for batch in micro_batches(of, size, multiple):
         logprobs = logprobs_of(batch)
         old = torch.where(batch.mask, -1.2, math.nan)
-        loss, _ = objective(ppo_clip, batch, logprobs, torch.zeros_like(logprobs), old)
+        loss, _ = objective(ppo_clip, batch, logprobs, sampled=old)
         loss.backward()
         assert logprobs.grad is not None
         assert logprobs.grad[~batch.mask].eq(0).all()
@@ -86,7 +109,7 @@ def test_a_loss_that_is_nan_outside_the_mask_adds_nothing() -> None:
     def poisoned(inputs: LossInputs) -> LossOutput:
         return LossOutput(losses=torch.where(inputs.mask, inputs.logprobs, math.nan))
 
-    total, _ = objective(poisoned, batch, logprobs, torch.zeros_like(logprobs), None)
+    total, _ = objective(poisoned, batch, logprobs)
     total.backward()
     assert logprobs.grad is not None
     assert torch.allclose(logprobs.grad, batch.weights.double())
@@ -109,7 +132,7 @@ def test_what_stands_outside_the_mask_reaches_neither_a_loss_nor_its_gradient(ou
         ratio = (inputs.logprobs - inputs.old_logprobs).exp() * (inputs.logprobs - inputs.rollout_logprobs).exp()
         return LossOutput(losses=ratio * inputs.advantages)
 
-    total, metrics = objective(careless, batch, logprobs, entropies, old)
+    total, metrics = objective(careless, batch, logprobs, entropies=entropies, sampled=old)
     total.backward()
     assert total.isfinite()
     assert logprobs.grad is not None
@@ -119,10 +142,13 @@ def test_what_stands_outside_the_mask_reaches_neither_a_loss_nor_its_gradient(ou
     assert all(value.isfinite() for pair in metrics.values() for value in pair)
 
 
+MISMATCH = ("logprob_abs", "kl", "ratio", "ratio_square", "above_cap", "sequence_above_cap")
+
+
 def test_a_batch_of_padding_alone_gives_zero_and_a_gradient_of_zero() -> None:
     (batch,) = micro_batches([], 2)
     logprobs = torch.full(batch.mask.shape, math.nan, requires_grad=True)
-    total, metrics = objective(ppo_clip, batch, logprobs, torch.full_like(logprobs, math.nan), None)
+    total, metrics = objective(ppo_clip, batch, logprobs, entropies=torch.full_like(logprobs, math.nan))
     total.backward()
     assert total.item() == 0.0
     assert logprobs.grad is not None
@@ -130,10 +156,33 @@ def test_a_batch_of_padding_alone_gives_zero_and_a_gradient_of_zero() -> None:
     assert {name: (s.item(), w.item()) for name, (s, w) in metrics.items() if name != "loss/objective"} == {
         "policy/entropy": (0, 0),
         "policy/logprob": (0, 0),
-        "mismatch/logprob_abs": (0, 0),
+        **{f"mismatch/{name}": (0, 0) for name in MISMATCH},
         "loss/clip_fraction": (0, 0),
         "loss/ratio": (0, 0),
     }
+
+
+def test_a_loss_sees_groups_entropies_and_the_reference_at_their_tokens() -> None:
+    (batch,) = micro_batches(sequences()[:4], 4, multiple=5)
+    logprobs, seen = logprobs_of(batch), list[LossInputs]()
+
+    def spy(inputs: LossInputs) -> LossOutput:
+        seen.append(inputs)
+        return LossOutput(losses=inputs.logprobs)
+
+    entropies = torch.where(batch.mask, batch.labels / 64.0, math.nan).requires_grad_()
+    reference = torch.where(batch.mask, -batch.labels / 32.0, math.nan)
+    objective(spy, batch, logprobs, entropies=entropies, reference=reference, kl={"coef": 0.5})
+    objective(spy, batch, logprobs, entropies=entropies)
+    with_reference, without = seen
+    mask, labels = batch.mask.flatten(), batch.labels.flatten()
+    # Labels are ten times the response's number and up; groups hold two responses.
+    assert with_reference.group_ids.tolist() == torch.where(mask, labels // 20, -1).tolist()
+    assert with_reference.entropies.tolist() == torch.where(mask, labels / 64.0, 0.0).tolist()
+    assert with_reference.entropies.requires_grad
+    assert with_reference.reference_logprobs is not None
+    assert with_reference.reference_logprobs.tolist() == torch.where(mask, -labels / 32.0, 0.0).tolist()
+    assert without.reference_logprobs is None
 
 
 def test_what_a_loss_sees_lies_at_the_tokens_it_belongs_to() -> None:
@@ -145,7 +194,7 @@ def test_what_a_loss_sees_lies_at_the_tokens_it_belongs_to() -> None:
         return LossOutput(losses=inputs.logprobs)
 
     logprobs = logprobs_of(batch)
-    objective(spy, batch, logprobs, torch.zeros_like(logprobs), None)
+    objective(spy, batch, logprobs)
     inputs = seen[0]
     labels = batch.labels.flatten()
     # Longest first: the second sequence is row 0, then the first and the third (a tie, in their order).
@@ -172,7 +221,7 @@ def test_a_sequence_sum_carries_the_gradient_of_every_token_of_its_response() ->
     def sequence_level(inputs: LossInputs) -> LossOutput:
         return LossOutput(losses=inputs.sequence_sum(inputs.logprobs))
 
-    total, _ = objective(sequence_level, batch, logprobs, torch.zeros_like(logprobs), None)
+    total, _ = objective(sequence_level, batch, logprobs)
     total.backward()
     assert logprobs.grad is not None
     # Each of n tokens has loss S with weight w, and S holds each token once: n w for every token.
@@ -181,7 +230,9 @@ def test_a_sequence_sum_carries_the_gradient_of_every_token_of_its_response() ->
 
 
 def test_metrics_are_token_sums() -> None:
-    one = TrainedResponse(prompt_ids=(5, 6), response_ids=(1,), rollout_logprobs=(-0.25,), advantage=1.0, weight=0.5)
+    one = TrainedResponse(
+        prompt_ids=(5, 6), response_ids=(1,), rollout_logprobs=(-0.25,), advantage=1.0, weight=0.5, group=0, number=0
+    )
     other = replace(one, response_ids=(2, 3, 4), rollout_logprobs=(-0.5, -1.0, -2.0))
     (batch,) = micro_batches([one, other], 2)
     logprobs = torch.where(batch.mask, -1.0, math.nan).requires_grad_()
@@ -189,25 +240,77 @@ def test_metrics_are_token_sums() -> None:
     entropies[0][batch.mask[0]] = 0.0  # the longer one
     entropies[1][batch.mask[1]] = 1.0
     old = torch.where(batch.mask, -1.5, math.nan)
-    total, metrics = objective(ppo_clip, batch, logprobs, entropies, old)
+    total, metrics = objective(ppo_clip, batch, logprobs, entropies=entropies, sampled=old)
     found = {name: (s.item(), w.item()) for name, (s, w) in metrics.items()}
     assert found["policy/entropy"] == (1.0, 4)  # a token mean of 0.25; the mean of answers is 0.5
     assert found["policy/logprob"] == (-4.0, 4)
-    # The gap between the current policy and what the engine reported: |−1 + 0.25|, |−1 + 0.5|, 0, |−1 + 2|.
-    assert found["mismatch/logprob_abs"] == (pytest.approx(2.25), 4)
+    # Between the trainer's log-probs with the weights that sampled, −1.5, and what the engine reported.
+    assert found["mismatch/logprob_abs"] == (pytest.approx(1.25 + 1.0 + 0.5 + 0.5), 4)
     assert found["loss/objective"] == (pytest.approx(total.item()), 1)
     assert not metrics["loss/objective"][0].requires_grad
 
 
-def test_the_mismatch_is_measured_only_with_the_weights_that_sampled() -> None:
+def mismatches(metrics: Metrics) -> dict[str, tuple[float, float]]:
+    return {
+        name.removeprefix("mismatch/"): (total.item(), weight.item())
+        for name, (total, weight) in metrics.items()
+        if name.startswith("mismatch/")
+    }
+
+
+def test_in_the_first_update_the_mismatch_is_that_of_the_current_policy() -> None:
     (batch,) = micro_batches(sequences()[:2], 2)
     logprobs = logprobs_of(batch)
-    first, later = (
-        objective(ppo_clip, batch, logprobs, torch.zeros_like(logprobs), None, first=first)[1]
-        for first in (True, False)
-    )
-    assert first.keys() - later.keys() == {"mismatch/logprob_abs"}
-    assert not later.keys() - first.keys()
+    found = mismatches(objective(ppo_clip, batch, logprobs)[1])
+    gaps = (logprobs.detach() - batch.rollout_logprobs)[batch.mask].tolist()
+    assert set(found) == set(MISMATCH)
+    assert found["logprob_abs"] == (pytest.approx(sum(map(abs, gaps))), 6)
+    assert found["ratio"] == (pytest.approx(sum(map(math.exp, gaps))), 6)
+
+
+def test_in_later_updates_it_is_that_of_the_weights_that_sampled() -> None:
+    (batch,) = micro_batches(sequences()[:2], 2)
+    logprobs, sampled = logprobs_of(batch), torch.where(batch.mask, batch.rollout_logprobs + 0.25, math.nan)
+    found = mismatches(objective(ppo_clip, batch, logprobs, sampled=sampled, first=False)[1])
+    assert found == {
+        "logprob_abs": (pytest.approx(6 / 4), 6),
+        "kl": (pytest.approx(6 * (math.exp(0.25) - 1.25)), 6),
+        "ratio": (pytest.approx(6 * math.exp(0.25)), 6),
+        "ratio_square": (pytest.approx(6 * math.exp(0.5)), 6),
+        "above_cap": (0, 6),
+        "sequence_above_cap": (4, 6),  # four tokens of e^¼: above 2; two: not
+    }
+
+
+def test_the_shares_above_the_cap_are_of_the_corrections_cap() -> None:
+    (batch,) = micro_batches(sequences()[:2], 2)
+    logprobs, sampled = logprobs_of(batch), torch.where(batch.mask, batch.rollout_logprobs + 0.25, math.nan)
+    caps = {"token": 1.2, "sequence": 1.6}  # e^¼ is 1.28 and e^½ 1.65
+    for cap, tokens in ((caps["token"], 6), (caps["sequence"], 0)):
+        correction = {"level": "token", "cap": cap}
+        found = mismatches(objective(ppo_clip, batch, logprobs, sampled=sampled, correction=correction)[1])
+        assert (found["above_cap"], found["sequence_above_cap"]) == ((tokens, 6), (6, 6))
+
+
+def test_with_the_engines_logprobs_as_old_ones_it_is_measured_where_it_is_known() -> None:
+    (batch,) = micro_batches(sequences()[:2], 2)
+    logprobs, seen = logprobs_of(batch), list[LossInputs]()
+
+    def spy(inputs: LossInputs) -> LossOutput:
+        seen.append(inputs)
+        return LossOutput(losses=inputs.logprobs)
+
+    first, later = (objective(spy, batch, logprobs, first=one, old_logprobs="rollout")[1] for one in (True, False))
+    assert set(mismatches(first)) == set(MISMATCH)
+    assert mismatches(later) == {}  # the weights are other ones, and nobody computed those that sampled
+    for inputs in seen:
+        assert torch.equal(inputs.old_logprobs, inputs.rollout_logprobs)
+
+
+def test_old_logprobs_of_a_later_update_must_be_given() -> None:
+    (batch,) = micro_batches(sequences()[:2], 2)
+    with pytest.raises(RuntimeError, match="old log-probs of a later optimizer step"):
+        objective(ppo_clip, batch, logprobs_of(batch), first=False)
 
 
 @pytest.mark.parametrize("name", ["policy/entropy", "loss/objective", "mismatch/logprob_abs"])
@@ -219,7 +322,7 @@ def test_a_metric_whose_name_is_taken_is_refused(name: str) -> None:
         return LossOutput(losses=inputs.logprobs, metrics={name: (torch.ones(()), torch.ones(()))})
 
     with pytest.raises(UserError, match=name):
-        objective(own, batch, logprobs, torch.zeros_like(logprobs), None)
+        objective(own, batch, logprobs)
 
 
 def test_metrics_of_a_loss_go_with_the_others() -> None:
@@ -229,7 +332,7 @@ def test_metrics_of_a_loss_go_with_the_others() -> None:
     def own(inputs: LossInputs) -> LossOutput:
         return LossOutput(losses=inputs.logprobs, metrics={"loss/mine": (torch.tensor(3.0), torch.ones(()))})
 
-    _, metrics = objective(own, batch, logprobs, torch.zeros_like(logprobs), None)
+    _, metrics = objective(own, batch, logprobs)
     assert metrics["loss/mine"][0].item() == 3.0
     assert "policy/entropy" in metrics
 
@@ -258,14 +361,32 @@ def test_a_loss_that_breaks_the_contract_is_refused_when_tried_and_when_used(
     (batch,) = micro_batches(sequences()[:2], 2)
     logprobs = logprobs_of(batch)
     with pytest.raises(UserError, match=message):
-        objective(wrong, batch, logprobs, torch.zeros_like(logprobs), None)
+        objective(wrong, batch, logprobs)
     with pytest.raises(UserError, match=message):
-        try_loss(wrong, torch.device("cpu"))
+        Objective(loss=wrong, algorithm=AlgorithmConfig()).try_out(torch.device("cpu"))
 
 
 def test_the_losses_of_the_registry_pass_when_tried() -> None:
     for name in LOSSES:
-        try_loss(load_loss(AlgorithmConfig(loss=name)), torch.device("cpu"))
+        algorithm = AlgorithmConfig(loss=name)
+        Objective(loss=load_loss(algorithm), algorithm=algorithm).try_out(torch.device("cpu"))
+
+
+def test_a_clip_that_makes_no_sense_is_refused_when_tried() -> None:
+    algorithm = AlgorithmConfig(loss="gspo", loss_kwargs={"clip_low": 2.0})
+    with pytest.raises(UserError, match=r"^algorithm\.loss: gspo: clip_low must be in 0\.\.1, got 2\.0"):
+        Objective(loss=load_loss(algorithm), algorithm=algorithm).try_out(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"kl": {"coef": 0.1}, "entropy_coef": 0.1, "correction": {"level": "sequence", "mode": "mask"}},
+        {"kl": {"coef": 0.1, "estimator": "k1", "place": "reward"}, "entropy_gradient": True},
+    ],
+)
+def test_the_terms_around_a_loss_are_tried_with_it(switches: dict[str, Any]) -> None:
+    Objective(loss=ppo_clip, algorithm=AlgorithmConfig(**switches)).try_out(torch.device("cpu"))
 
 
 def half_of_it(inputs: LossInputs, *, factor: float = 0.5) -> LossOutput:
@@ -277,7 +398,7 @@ def test_a_loss_is_loaded_by_its_place_with_its_keyword_arguments() -> None:
     (batch,) = micro_batches(sequences()[:1], 1)
     logprobs = logprobs_of(batch)
     loss = load_loss(AlgorithmConfig(loss=f"{__name__}:half_of_it", loss_kwargs={"factor": 2.0}))
-    total, _ = objective(loss, batch, logprobs, torch.zeros_like(logprobs), None)
+    total, _ = objective(loss, batch, logprobs)
     assert total.item() == pytest.approx(2.0 * 0.25 * logprobs[batch.mask].sum().item())
 
 
@@ -288,7 +409,7 @@ def test_the_kwargs_of_the_config_reach_the_clipped_loss() -> None:
         torch.full(batch.mask.shape, -1.0),
     )  # a ratio of e: clipped
     loss = load_loss(AlgorithmConfig(loss="ppo_clip", loss_kwargs={"clip_low": 0.2, "clip_high": 0.28}))
-    total, _ = objective(loss, batch, current, torch.zeros_like(current), old)
+    total, _ = objective(loss, batch, current, sampled=old)
     assert total.item() == pytest.approx(-2 * 0.25 * 1.5 * 1.28)
 
 
@@ -310,3 +431,173 @@ def test_a_keyword_of_another_type_is_refused_when_it_is_loaded(value: Any) -> N
     with pytest.raises(UserError, match=r"^algorithm\.loss_kwargs\.clip_low: .*number"):
         load_loss(AlgorithmConfig.model_construct(loss="ppo_clip", loss_kwargs={"clip_low": value}))
     load_loss(AlgorithmConfig(loss="ppo_clip", loss_kwargs={"clip_low": 1, "dual_clip": None}))
+
+
+# ---- the terms around a loss: of every trained token, its weight, advantage, and log-probs, made up by its label
+
+
+def current_of(label: int) -> float:
+    return -1.0 - math.sin(label * 0.7)
+
+
+def reference_of(label: int) -> float:
+    return -1.3 - math.cos(label * 0.9)
+
+
+def sampled_of(label: int) -> float:
+    engine = -0.1 * (label % 10 + label // 10)
+    return engine + 0.3 * math.sin(label * 1.7)
+
+
+def by_label(batch: MicroBatch, function: Callable[[int], float]) -> Tensor:
+    """`[batch, seq]`, float64, NaN outside the mask."""
+    values = torch.tensor([[function(label) for label in row] for row in batch.labels.tolist()], dtype=torch.float64)
+    return torch.where(batch.mask, values, math.nan)
+
+
+def tokens() -> list[tuple[TrainedResponse, int, float]]:
+    """(response, label, the engine's log-prob) of every trained token."""
+    return [
+        (one, label, logprob)
+        for one in sequences()
+        for label, logprob in zip(one.response_ids, one.rollout_logprobs, strict=True)
+    ]
+
+
+def evaluate(size: int = 5, entropy: float = 0.0, **algorithm: Any) -> tuple[float, dict[int, float], dict[str, float]]:
+    """The objective of REINFORCE over all micro-batches, its gradient by label, and its metrics as means."""
+    total, gradients, sums = 0.0, dict[int, float](), dict[str, tuple[float, float]]()
+    for batch in micro_batches(sequences(), size):
+        logprobs = by_label(batch, current_of).requires_grad_()
+        loss, metrics = objective(
+            reinforce,
+            batch,
+            logprobs,
+            entropies=by_label(batch, lambda label: entropy),
+            sampled=by_label(batch, sampled_of),
+            reference=by_label(batch, reference_of),
+            **algorithm,
+        )
+        loss.backward()
+        assert logprobs.grad is not None
+        total += loss.item()
+        gradients |= dict(zip(batch.labels[batch.mask].tolist(), logprobs.grad[batch.mask].tolist(), strict=True))
+        for name, (part, weight) in metrics.items():
+            old = sums.get(name, (0.0, 0.0))
+            sums[name] = (old[0] + part.item(), old[1] + weight.item())
+    return total, gradients, {name: part / weight for name, (part, weight) in sums.items()}
+
+
+KL: dict[str, Callable[[float], float]] = {
+    "k1": lambda d: d,
+    "k2": lambda d: d**2 / 2,
+    "k3": lambda d: math.exp(-d) - 1 + d,
+}
+
+
+@pytest.mark.parametrize("estimator", KL)
+@pytest.mark.parametrize("size", [1, 5])
+def test_the_divergence_is_added_to_the_loss_with_its_coefficient_and_its_gradient(estimator: str, size: int) -> None:
+    kl, coef, step = KL[estimator], 0.3, 1e-5
+
+    def term(one: TrainedResponse, label: int, logprob: float) -> float:
+        return one.weight * (-one.advantage * logprob + coef * kl(logprob - reference_of(label)))
+
+    total, gradients, metrics = evaluate(size, kl={"coef": coef, "estimator": estimator})
+    assert total == pytest.approx(sum(term(one, label, current_of(label)) for one, label, _ in tokens()), abs=1e-12)
+    for one, label, _ in tokens():
+        sides = [term(one, label, current_of(label) + nudge) for nudge in (step, -step)]
+        assert gradients[label] == pytest.approx((sides[0] - sides[1]) / (2 * step), abs=1e-9)
+    mean = sum(kl(current_of(label) - reference_of(label)) for _, label, _ in tokens()) / len(tokens())
+    assert metrics["policy/kl"] == pytest.approx(mean, abs=1e-12)
+
+
+def test_a_divergence_that_is_taken_from_the_reward_is_not_in_the_loss() -> None:
+    plain, gradients, _ = evaluate()
+    assert evaluate(kl={"coef": 0.3, "place": "reward"})[:2] == (plain, gradients)
+
+
+@pytest.mark.parametrize(
+    ("level", "mode", "weight"),
+    [
+        ("token", "truncate", lambda own, together: min(own, 1.2)),
+        ("token", "mask", lambda own, together: own if 0.8 <= own <= 1.2 else 0.0),
+        ("sequence", "truncate", lambda own, together: min(together, 1.2)),
+        ("sequence", "mask", lambda own, together: together if 0.8 <= together <= 1.2 else 0.0),
+    ],
+)
+def test_a_correction_multiplies_the_policy_loss_and_neither_the_divergence_nor_the_entropy(
+    level: str, mode: str, weight: Callable[[float, float], float]
+) -> None:
+    expected, slopes, weights = 0.0, {}, []
+    for one, label, engine in tokens():
+        together = sum(map(sampled_of, one.response_ids)) - sum(one.rollout_logprobs)
+        correction = weight(math.exp(sampled_of(label) - engine), math.exp(together))
+        divergence = current_of(label) - reference_of(label)
+        expected += one.weight * (-correction * one.advantage * current_of(label) + 0.3 * divergence - 0.2 * 0.75)
+        slopes[label] = one.weight * (-correction * one.advantage + 0.3)
+        weights.append(correction)
+    total, gradients, metrics = evaluate(
+        entropy=0.75,
+        entropy_coef=0.2,
+        kl={"coef": 0.3, "estimator": "k1"},
+        correction={"level": level, "mode": mode, "cap": 1.2, "floor": 0.8 if mode == "mask" else 0.0},
+    )
+    assert total == pytest.approx(expected, abs=1e-6)  # the engine's log-probs are float32
+    assert gradients == pytest.approx(slopes, abs=1e-6)
+    assert metrics["mismatch/correction"] == pytest.approx(sum(weights) / len(weights), abs=1e-6)
+    assert len(set(weights)) > 2
+
+
+def test_an_entropy_bonus_is_taken_from_each_tokens_loss() -> None:
+    plain, gradients, _ = evaluate(entropy=0.75)
+    total, with_bonus, metrics = evaluate(entropy=0.75, entropy_coef=0.2)
+    assert total == pytest.approx(plain - 0.2 * 0.75 * sum(one.weight for one, _, _ in tokens()), abs=1e-12)
+    assert with_bonus == gradients  # through the entropies only, and those are constants here
+    assert metrics["policy/entropy"] == pytest.approx(0.75)
+
+
+# ---- gradients by logits
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[dist.ProcessGroup]:
+    with group_of_one() as one:
+        yield one
+
+
+VOCABULARY, PADDED, TEMPERATURE = 60, 64, 0.7
+
+
+@pytest.mark.parametrize("entropy_gradient", [True, False])
+def test_the_gradient_of_an_entropy_bonus_is_that_of_a_plain_softmax(
+    entropy_gradient: bool, group: dist.ProcessGroup
+) -> None:
+    (batch,) = micro_batches(sequences(), 5)
+    generator = torch.Generator().manual_seed(0)
+    logits = (2 * torch.randn(*batch.labels.shape, PADDED, generator=generator)).requires_grad_()
+    logprobs, entropies = token_logprobs(
+        logits,
+        batch.labels,
+        temperature=TEMPERATURE,
+        vocabulary=VOCABULARY,
+        group=group,
+        entropy_gradient=entropy_gradient,
+    )
+    assert entropies.requires_grad is entropy_gradient
+    total, _ = objective(reinforce, batch, logprobs, entropies=entropies, entropy_coef=0.5)
+    total.backward()
+
+    plain = logits.detach().double().requires_grad_()
+    distribution = (plain[..., :VOCABULARY] / TEMPERATURE).log_softmax(-1)
+    entropy = -(distribution.exp() * distribution).sum(-1)
+    taken = distribution.gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1)
+    bonus = 0.5 * (entropy if entropy_gradient else entropy.detach())
+    expected = (batch.weights * torch.where(batch.mask, -batch.advantages * taken - bonus, 0.0)).sum()
+    expected.backward()
+    assert total.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert logits.grad is not None
+    assert plain.grad is not None
+    assert torch.allclose(logits.grad.double(), plain.grad, rtol=1e-4, atol=1e-7)
+    assert logits.grad[..., VOCABULARY:].eq(0).all()
+    assert entropies.tolist() == [pytest.approx(row, abs=1e-5) for row in entropy.tolist()]

@@ -60,6 +60,21 @@ def test_the_warm_up_counts_optimizer_steps_and_then_the_rate_is_constant(warmup
     assert [learning_rate(trainer, done) / 8e-6 for done in range(6)] == pytest.approx(rates)
 
 
+@pytest.mark.parametrize(
+    ("updates", "rates"),
+    [(1, [0.5, 1, 1, 1, 1, 1]), (2, [0.25, 0.5, 0.75, 1, 1, 1]), (16, [n / 32 for n in range(1, 7)])],
+)
+def test_a_warm_up_in_rollout_steps_is_that_many_times_their_optimizer_steps(updates: int, rates: list[float]) -> None:
+    trainer = TrainerConfig(lr=8e-6, lr_warmup_rollout_steps=2)
+    found = [learning_rate(trainer, done, updates_per_rollout=updates) / 8e-6 for done in range(6)]
+    assert found == pytest.approx(rates)
+
+
+def test_a_warm_up_in_optimizer_steps_does_not_depend_on_the_steps_of_a_rollout() -> None:
+    trainer = TrainerConfig(lr=8e-6, lr_warmup_steps=4)
+    assert learning_rate(trainer, 1, updates_per_rollout=16) == pytest.approx(4e-6)
+
+
 def test_what_megatron_exempts_from_weight_decay_does_not_decay() -> None:
     groups = [{"lr": 9.0, "weight_decay": 9.0, "wd_mult": wd_mult} for wd_mult in (1.0, 0.0, 0.5)]
     set_rates(SimpleNamespace(param_groups=groups), lr=0.25, weight_decay=0.5)

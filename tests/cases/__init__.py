@@ -1,0 +1,1 @@
+"""Worked cases that several tests share."""

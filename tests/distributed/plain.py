@@ -1,0 +1,73 @@
+"""The objective on one process, in float64, by somebody who knows neither Megatron nor this package's algorithms.
+
+Responses one by one through transformers, advantages and weights as the papers write them, plain autograd.
+"""
+
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import Qwen2ForCausalLM
+
+from megatron_rl.types import Graded, Group
+
+Gradients = dict[str, Tensor]
+
+
+class Plain:
+    """A model as transformers has it."""
+
+    def __init__(self, model: Path, *, vocabulary: int, temperature: float) -> None:
+        self.model = Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float64)
+        self.vocabulary, self.temperature = vocabulary, temperature
+
+    def logprobs(self, prompt: tuple[int, ...], response: tuple[int, ...]) -> Tensor:
+        """Of the tokens of a response, `[tokens]`, with gradient."""
+        logits = self.model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1, : self.vocabulary]
+        logprobs = (logits / self.temperature).log_softmax(-1)
+        return logprobs.gather(-1, torch.tensor(response)[:, None])[:, 0]
+
+    def gradients(self, loss: Tensor) -> Gradients:
+        """Of a loss, by HF name."""
+        self.model.zero_grad()
+        loss.backward()
+        return {name: parameter.grad.clone() for name, parameter in self.model.named_parameters()}
+
+
+def objective(
+    plain: Plain, groups: list[Group], normalisation: str, *, budget: int, ratios: dict[int, float]
+) -> Tensor:
+    """GRPO's advantages under a normalisation, clipped at 0.8 and 1.2; truncated and ungraded responses are left out.
+
+    `ratios`: by token id, of the current to the old policy; 1 where none is given.
+    """
+
+    def is_trained(answer: Graded) -> bool:
+        return not math.isnan(answer.score) and answer.response.finish_reason == "stop"
+
+    trained = [[answer for answer in group.responses if is_trained(answer)] for group in groups]
+    lengths = [[len(answer.response.ids) for answer in of_group] for of_group in trained]
+    count, tokens = sum(map(len, lengths)), sum(map(sum, lengths))
+    weight: dict[str, Callable[[int, int], float]] = {
+        "sequence_mean": lambda group, length: 1 / (count * length),
+        "token_mean_group": lambda group, length: 1 / (sum(map(bool, lengths)) * sum(lengths[group])),
+        "token_mean_batch": lambda group, length: 1 / tokens,
+        "constant": lambda group, length: 1 / (count * budget),
+    }
+    total = torch.zeros((), dtype=torch.float64)
+    for number, (group, of_group) in enumerate(zip(groups, trained, strict=True)):
+        scores = [answer.score for answer in group.responses if not math.isnan(answer.score)]
+        if max(scores) == min(scores):
+            continue
+        mean, deviation = statistics.mean(scores), statistics.stdev(scores)
+        for answer in of_group:
+            advantage = (answer.score - mean) / (deviation + 1e-6)
+            logprobs = plain.logprobs(group.prompt.ids, answer.response.ids)
+            values = [ratios.get(token, 1.0) for token in answer.response.ids]
+            ratio = (logprobs - logprobs.detach()).exp() * torch.tensor(values, dtype=torch.float64)
+            gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            total = total - weight[normalisation](number, len(answer.response.ids)) * gain.sum()
+    return total
