@@ -85,6 +85,25 @@ def docs() -> None:
     typer.echo(describe_options(), nl=False)
 
 
+@app.command("check-loss")
+def check_loss(
+    loss: Annotated[str, typer.Argument(help="my_project.losses:my_loss, or ppo_clip, gspo, cispo, reinforce.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Its loss_kwargs, in YAML.", metavar="[KEY=VALUE]...")
+    ] = None,
+) -> None:
+    """Try the contract of a loss on small inputs, in seconds and without a model; exit code 1 if it is broken."""
+    from megatron_rl.check_loss import CHECKS, load_checked
+    from megatron_rl.check_loss import check_loss as find
+
+    findings = find(load_checked(loss, arguments or []))
+    for finding in findings:
+        typer.echo(str(finding))
+    failed, left = sum(finding.verdict == "FAIL" for finding in findings), len(CHECKS) - len(findings)
+    typer.echo(f"{failed} of {len(findings)} checks failed" + (f"; {left} more wait for that one" if left else ""))
+    raise typer.Exit(1 if failed else 0)
+
+
 @app.command()
 def replay(
     run: Annotated[Path, typer.Argument(help="A run directory.")],

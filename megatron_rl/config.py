@@ -106,7 +106,7 @@ class SoftOverlongConfig(Section):
     buffer: Positive = 4096
     """Last tokens of `rollout.max_response_tokens` over which the penalty grows from 0 to −1."""
 
-    floor: float | None = -1.0
+    floor: Annotated[float, Field(lt=0)] | None = -1.0
     """The penalty is never below it; `null` as some code has it."""
 
 
@@ -334,6 +334,8 @@ class Config(Section):
                 "algorithm.correction: with algorithm.old_logprobs=rollout the ratio has the engine's log-probs in it "
                 "already; set one of the two back"
             )
+        if algorithm.correction and algorithm.correction.floor and algorithm.correction.mode == "truncate":
+            raise ValueError("algorithm.correction.floor is for mode=mask; truncation has a cap only")
         if trainer.lr_warmup_steps and trainer.lr_warmup_rollout_steps:
             raise ValueError("trainer.lr_warmup_steps and trainer.lr_warmup_rollout_steps: set one of the two")
         if rollout.responses_per_prompt == 1:

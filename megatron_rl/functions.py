@@ -1,7 +1,9 @@
 """Functions that users name in the config."""
 
 import importlib
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from megatron_rl.errors import UserError
 
@@ -22,3 +24,19 @@ def load_function(name: str, option: str) -> Callable[..., object]:
     if not callable(function):
         raise UserError(f"{option}: {name} is not a function")
     return function
+
+
+@contextmanager
+def trying(option: str) -> Iterator[None]:
+    """While a user's function is tried out: whatever it raises becomes one line with the place in it.
+
+    Raises:
+        UserError: naming the option.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # their function: anything
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(f"{option}: {type(error).__name__}: {error} ({place.filename}:{place.lineno})") from None

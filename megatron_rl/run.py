@@ -31,6 +31,7 @@ from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.telemetry.progress import Progress
 from megatron_rl.telemetry.writer import RunWriter
 from megatron_rl.training import cpu, setup
+from megatron_rl.training.batch import try_batch
 from megatron_rl.training.checkpoint import (
     RunState,
     latest_checkpoint,
@@ -69,6 +70,7 @@ class Run:
         self.heldout = heldout.prompts if heldout else ()
         grader = load_grader(config.rewards)
         loss = load_loss(config.algorithm)
+        try_batch(config)
         with HfReader(config.model.path, spec.shape):
             vocabulary = usable_ids(tokenizer, spec.shape.vocab)
         _check_ids(spec.shape.vocab, config.data.train, data.prompts)

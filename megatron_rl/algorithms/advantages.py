@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from megatron_rl.errors import UserError
 from megatron_rl.functions import load_function
 
 ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo")
@@ -38,8 +39,8 @@ def group_advantages(
 
     Raises:
         ValueError: unknown estimator; a group of one graded response with `rloo`, which needs others; `opo` without
-            lengths; a function of one's own that returns another shape, or something that is not finite.
-        UserError: there is no such function.
+            lengths.
+        UserError: there is no such function, or it returned another shape or something that is not finite.
     """
     rewards = rewards.double()
     if ":" in estimator:
@@ -74,10 +75,10 @@ def group_advantages(
 
 
 def _by_function(name: str, rewards: Tensor, group_ids: Tensor, lengths: Tensor | None) -> Tensor:
-    found = load_function(name, "algorithm.advantage")(rewards, group_ids, lengths)
+    found = load_function(name, "algorithm.advantage")(rewards.clone(), group_ids, lengths)  # it may work in place
     if not isinstance(found, Tensor) or found.shape != rewards.shape:
-        raise ValueError(f"algorithm.advantage: {name} did not return one number for each of {len(rewards)} responses")
+        raise UserError(f"algorithm.advantage: {name} did not return one number for each of {len(rewards)} responses")
     advantages = torch.where(rewards.isnan(), 0.0, found.double())
     if not advantages.isfinite().all():
-        raise ValueError(f"algorithm.advantage: {name} returned {float(advantages[~advantages.isfinite()][0])}")
+        raise UserError(f"algorithm.advantage: {name} returned {float(advantages[~advantages.isfinite()][0])}")
     return advantages

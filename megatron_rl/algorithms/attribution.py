@@ -34,7 +34,7 @@ def gradient_shares(
     mass = (advantages.abs() * weights * lengths).double()[graded]
     lengths, scores, group_ids = lengths[graded].double(), scores[graded].double(), group_ids[graded]
     bounds = lengths[trained].quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64))
-    by_length = torch.bucketize(lengths, bounds)
+    by_length = torch.bucketize(lengths, bounds, right=True)  # of equal lengths: to the longer quarter
     groups, index = group_ids.unique(return_inverse=True)
     sums, counts = (torch.zeros(len(groups), dtype=torch.float64) for _ in range(2))
     rates = sums.index_add(0, index, scores) / counts.index_add(0, index, torch.ones_like(scores))

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from megatron_rl.algorithms.losses import Metrics, masked_mean
 
+_MOST = 30.0
+"""Nats: one hopeless token must not make the mean over a step infinite (exp(2 · 30) still fits into float32)."""
+
 Level = Literal["token", "sequence"]
 Mode = Literal["truncate", "mask"]
 
@@ -76,10 +79,12 @@ def mismatch_metrics(
         and by their response's.
     """
     change = torch.where(mask, (trainer_logprobs - rollout_logprobs).detach(), 0.0)
-    ratio, of_sequence = change.exp(), torch.where(mask, sequence_sum(change), 0.0).exp()
+    of_sequence = torch.where(mask, sequence_sum(change), 0.0).exp()
+    bounded = change.clamp(-_MOST, _MOST)
+    ratio = bounded.exp()
     return {
         "mismatch/logprob_abs": masked_mean(change.abs(), mask),
-        "mismatch/kl": masked_mean(torch.expm1(change) - change, mask),
+        "mismatch/kl": masked_mean(torch.expm1(bounded) - bounded, mask),
         "mismatch/ratio": masked_mean(ratio, mask),
         "mismatch/ratio_square": masked_mean(ratio.square(), mask),
         "mismatch/above_cap": masked_mean((ratio > cap).to(ratio.dtype), mask),

@@ -6,6 +6,7 @@ The objective is `sum_t w_t l_t`, a plain sum, so it does not depend on micro-ba
 import torch
 from torch import Tensor
 
+from megatron_rl.errors import UserError
 from megatron_rl.functions import load_function
 
 NORMALISATIONS = ("sequence_mean", "token_mean_group", "token_mean_batch", "constant")
@@ -29,9 +30,8 @@ def loss_weights(lengths: Tensor, group_ids: Tensor, *, mode: str, budget: int |
         `[responses]`, float64.
 
     Raises:
-        ValueError: unknown mode; `constant` without a budget; a function of one's own that returns another shape, or
-            something negative or not finite.
-        UserError: there is no such function.
+        ValueError: unknown mode, or `constant` without a budget.
+        UserError: there is no such function, or it returned another shape, something negative or not finite.
     """
     lengths = lengths.double()
     trained = lengths > 0
@@ -58,10 +58,10 @@ def loss_weights(lengths: Tensor, group_ids: Tensor, *, mode: str, budget: int |
 def _by_function(name: str, lengths: Tensor, group_ids: Tensor, budget: int | None) -> Tensor:
     weights = load_function(name, "algorithm.normalisation")(lengths, group_ids, budget)
     if not isinstance(weights, Tensor) or weights.shape != lengths.shape:
-        raise ValueError(
+        raise UserError(
             f"algorithm.normalisation: {name} did not return one number for each of {len(lengths)} responses"
         )
     used = weights.double()[lengths > 0]
     if not (used.isfinite() & (used >= 0)).all():
-        raise ValueError(f"algorithm.normalisation: {name} returned a weight that is negative or not finite")
+        raise UserError(f"algorithm.normalisation: {name} returned a weight that is negative or not finite")
     return weights.double()

@@ -12,8 +12,9 @@ from megatron_rl.algorithms.attribution import gradient_shares
 from megatron_rl.algorithms.shaping import soft_overlong_penalty
 from megatron_rl.algorithms.weights import loss_weights
 from megatron_rl.config import AlgorithmConfig, Config
+from megatron_rl.functions import trying
 from megatron_rl.presets import PRESETS
-from megatron_rl.types import Group, TrainBatch, TrainedResponse
+from megatron_rl.types import Graded, Group, Prompt, Response, TrainBatch, TrainedResponse
 
 COMPARED = ("grpo", "dapo", "dr_grpo")
 """Objectives whose gradient shares are measured beside the configured one's, on the same batch."""
@@ -65,6 +66,27 @@ def make_batch(groups: Sequence[Group], config: Config, kl: Sequence[float] | No
     if kl is not None:
         metrics["batch/kl"] = (sum(kl), float(columns.lengths.sum()))
     return TrainBatch(updates=updates, metrics=metrics)
+
+
+def try_batch(config: Config) -> None:
+    """Make a batch of two made-up groups, so that a wrong function is known before anything is sampled.
+
+    Raises:
+        UserError: an advantage or a normalisation of the user's isn't there, or returned something wrong.
+    """
+    answers = [
+        Graded(
+            response=Response(ids=(0,) * length, logprobs=(0.0,) * length, finish_reason="stop", weight_versions=()),
+            text="",
+            score=float(length % 2),
+        )
+        for length in range(1, config.rollout.responses_per_prompt + 1)
+    ]
+    prompt = Prompt(index=0, text="", ids=(0,), answer="")
+    groups = [Group(prompt=prompt, responses=tuple(part)) for part in (answers, answers[:2])]
+    algorithm = config.algorithm
+    with trying(f"algorithm.advantage: {algorithm.advantage}, algorithm.normalisation: {algorithm.normalisation}"):
+        make_batch(groups, config)
 
 
 def untrained(groups: Sequence[Group]) -> list[TrainedResponse]:

@@ -15,7 +15,7 @@ from megatron_rl.algorithms.kl import kl_estimates
 from megatron_rl.algorithms.losses import LOSSES, LossInputs, LossOutput, Metrics, masked_mean
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.errors import UserError
-from megatron_rl.functions import load_function
+from megatron_rl.functions import load_function, trying
 from megatron_rl.types import MicroBatch
 
 Loss = Callable[[LossInputs], LossOutput]
@@ -142,7 +142,7 @@ class Objective:
         """Call the loss once on two short responses, so that a wrong one is known before anything is sampled.
 
         Raises:
-            UserError: it raised ValueError, or what it returned is no `LossOutput` of these tokens.
+            UserError: it raised something, or what it returned is no `LossOutput` of these tokens.
         """
         mask = torch.tensor([[True, True, False], [True, True, True]], device=device)
         ones = torch.ones(mask.shape, device=device)
@@ -159,12 +159,16 @@ class Objective:
             responses=2,
             numbers=(0, 1),
         )
-        reference = -ones if self.algorithm.kl.coef else None
-        entropies = ones.clone().requires_grad_()
-        try:
+        kl = self.algorithm.kl
+        reference = -ones if kl.coef and kl.place == "loss" else None
+        entropies = ones.clone().requires_grad_(self.entropy_gradient)
+        with trying(f"algorithm.loss: {self.algorithm.loss}"):
             self(batch, (-ones).requires_grad_(), entropies, Given(reference=reference))
-        except ValueError as error:
-            raise UserError(f"algorithm.loss: {self.algorithm.loss}: {error}") from None
+
+    @property
+    def entropy_gradient(self) -> bool:
+        """Whether entropies have to carry a gradient."""
+        return self.algorithm.entropy_gradient or self.algorithm.entropy_coef != 0
 
 
 def _check(out: object, tokens: int) -> None:

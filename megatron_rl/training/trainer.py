@@ -176,7 +176,7 @@ class Trainer:
             temperature=self.config.rollout.temperature,
             vocabulary=self.vocabulary,
             group=mpu.get_tensor_model_parallel_group(),
-            entropy_gradient=self.config.algorithm.entropy_gradient or self.config.algorithm.entropy_coef != 0,
+            entropy_gradient=self.objective.entropy_gradient,
         )
 
     def _run(self, share: Share, loss_of: Callable[..., Any], *, forward_only: bool) -> list[Any]:

@@ -51,7 +51,7 @@ def test_every_preset_trains(job: Job, preset: str, layout: str) -> None:
 def test_kl_entropy_bonus_and_correction_train_and_resume(job: Job, place: str) -> None:
     """The reference policy is that of the beginning, also after going on: the parts equal the whole."""
     settings = [PP2, DP2, "algorithm.kl.coef=0.2", f"algorithm.kl.place={place}", "algorithm.entropy_coef=0.01"]
-    settings += ["algorithm.correction.mode=mask", "algorithm.correction.floor=0.5"]
+    settings += ["algorithm.correction.mode=mask", "algorithm.correction.floor=0.5", "algorithm.updates_per_rollout=1"]
     whole = job.train(f"kl_{place}_whole", "steps=3", *settings, processes=2)
     job.train(f"kl_{place}_parts", "steps=2", *settings, processes=2)
     parts = job.train(f"kl_{place}_parts", "steps=3", *settings, processes=2)

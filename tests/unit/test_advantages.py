@@ -174,7 +174,9 @@ def whole_numbers(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor
 
 
 def test_an_estimator_of_ones_own_may_return_another_type_of_number() -> None:
-    assert one_group([1, 0], f"{__name__}:whole_numbers") == [0.0, 0.0]
+    ids, rewards = torch.tensor([3, 4]), torch.tensor([1.0, 0.0])
+    found = group_advantages(rewards, ids, estimator=f"{__name__}:whole_numbers")
+    assert (found.dtype, found.tolist()) == (torch.float64, [3.0, 4.0])
 
 
 def wrong_shape(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
@@ -213,7 +215,7 @@ def infinite(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
     ],
 )
 def test_what_is_not_one_finite_number_for_each_response_is_refused(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=rf"^algorithm\.advantage: .*{message}"):
+    with pytest.raises(UserError, match=rf"^algorithm\.advantage: .*{message}"):
         one_group([1, 0, 0.5], f"{__name__}:{name}")
 
 

@@ -146,4 +146,12 @@ def test_the_bounds_of_pass_rates(rate: float, quarter: str) -> None:
 @pytest.mark.parametrize(("score", "side"), [(0.49, "wrong"), (0.5, "right"), (1.0, "right")])
 def test_an_answer_is_right_from_one_half_on(score: float, side: str) -> None:
     found = pairs([1.0], [1.0], [3], [score], [0])
-    assert found[f"length_0_25_{side}"] == (3.0, 3.0)
+    assert found[f"length_75_100_{side}"] == (3.0, 3.0)
+
+
+def test_many_answers_of_the_longest_length_are_the_longest_quarter() -> None:
+    """As in a batch of which half was cut off at the budget."""
+    lengths = [5, 6, 7, 8, *[100] * 6]
+    found = pairs([1.0] * 10, [0.01] * 10, lengths, [0.0] * 10, [0] * 10)
+    assert found["length_75_100_wrong"][0] == pytest.approx(6.0)
+    assert found["length_25_50_wrong"][0] == pytest.approx(0.08)

@@ -102,6 +102,12 @@ def test_rewards_are_wrong_and_right_and_what_lies_between() -> None:
     assert advantages(update) == pytest.approx([7 / 3, -5 / 3, -2 / 3])
 
 
+def test_a_baseline_weighted_by_length_gets_the_lengths() -> None:
+    (update,) = make_batch(GROUPS, run_config(algorithm=algorithm(advantage="opo"))).updates
+    # Right: 2 of 10 tokens, 1 + 2 of 8, and 6 of 9.
+    assert advantages(update) == pytest.approx([0.8, -0.2, -0.2, -0.2, 5 / 8, -3 / 8, 5 / 8, -2 / 3, 1 / 3], abs=1e-12)
+
+
 def test_a_soft_punishment_is_added_to_the_reward_after_grading() -> None:
     # A budget of 20 and a buffer of 8: 16 tokens cost 1/2, 20 cost 1.
     group = graded_group(0, [1, 1, 0, 0], [12, 16, 20, 3], truncated=(2,))
@@ -236,6 +242,16 @@ def test_this_objective_is_compared_on_equal_terms() -> None:
             this = shares(metrics, "this", kind)
             assert this == shares(metrics, "dr_grpo", kind)
             assert this != shares(metrics, "grpo", kind)
+
+
+def test_shares_go_by_scores_and_not_by_shaped_rewards() -> None:
+    # Rewards 1 − 0.75, −1 and −1: by them none of the three is right.
+    config = run_config(
+        algorithm=algorithm(soft_overlong={"buffer": 8}), rewards={"wrong": -1.0}, rollout={"max_response_tokens": 20}
+    )
+    metrics = make_batch([graded_group(0, [1, 0, 0], [18, 3, 4])], config).metrics
+    assert metrics["share_this/length_75_100_right"][0] > 0
+    assert metrics["share_this/pass_rate_25_50"][0] == pytest.approx(metrics["share_this/pass_rate_25_50"][1])
 
 
 def test_a_batch_in_which_nothing_is_trained_has_no_shares() -> None:

@@ -374,8 +374,33 @@ def test_the_losses_of_the_registry_pass_when_tried() -> None:
 
 def test_a_clip_that_makes_no_sense_is_refused_when_tried() -> None:
     algorithm = AlgorithmConfig(loss="gspo", loss_kwargs={"clip_low": 2.0})
-    with pytest.raises(UserError, match=r"^algorithm\.loss: gspo: clip_low must be in 0\.\.1, got 2\.0"):
+    with pytest.raises(UserError, match=r"^algorithm\.loss: gspo: ValueError: clip_low must be in 0\.\.1, got 2\.0"):
         Objective(loss=load_loss(algorithm), algorithm=algorithm).try_out(torch.device("cpu"))
+
+
+def of_a_reference(inputs: LossInputs) -> LossOutput:
+    return LossOutput(losses=inputs.logprobs - inputs.reference_logprobs)  # type: ignore[operator]
+
+
+def of_entropies(inputs: LossInputs) -> LossOutput:
+    return LossOutput(losses=-inputs.entropies)
+
+
+@pytest.mark.parametrize(
+    ("loss", "switches", "message"),
+    [
+        (of_a_reference, {"kl": {"coef": 0.1, "place": "reward"}}, r"TypeError: unsupported .* \(.*\.py:\d+\)$"),
+        (of_a_reference, {}, "TypeError"),
+        (of_entropies, {}, "carry no gradient"),
+    ],
+)
+def test_a_loss_is_tried_with_what_training_will_give_it(
+    loss: Callable[[LossInputs], LossOutput], switches: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        Objective(loss=loss, algorithm=AlgorithmConfig(**switches)).try_out(torch.device("cpu"))
+    fitting = AlgorithmConfig(kl={"coef": 0.1}, entropy_gradient=True)  # type: ignore[arg-type]
+    Objective(loss=loss, algorithm=fitting).try_out(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def infinite(lengths: Tensor, group_ids: Tensor, budget: int | None) -> Tensor:
     ],
 )
 def test_what_is_not_one_weight_for_each_response_is_refused(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=rf"^algorithm\.normalisation: {__name__}:{name} {message}"):
+    with pytest.raises(UserError, match=rf"^algorithm\.normalisation: {__name__}:{name} {message}"):
         weights([2, 4], [0, 0], f"{__name__}:{name}")
 
 
