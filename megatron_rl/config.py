@@ -209,7 +209,10 @@ class TrainerConfig(Section):
     """Megatron TP."""
 
     pipeline_parallel_size: Positive = 1
-    """Megatron PP. What TP × PP leaves of the world size is data parallel."""
+    """Megatron PP. What TP × PP × CP leaves of the world size is data parallel."""
+
+    context_parallel_size: Positive = 1
+    """Megatron CP: ranks that split the tokens of every response."""
 
     sequence_parallel: bool = False
     """Split norms and residuals over TP along the sequence; needs TP > 1."""
@@ -219,6 +222,9 @@ class TrainerConfig(Section):
 
     micro_batch_size: Positive = 1
     """Most responses in a forward pass."""
+
+    max_tokens_per_micro_batch: Positive | None = None
+    """Most tokens in a forward pass, prompts and padding too; a longer response gets one of its own."""
 
     distributed_optimizer: bool = True
     """Shard the optimizer state over data-parallel ranks."""

@@ -27,7 +27,12 @@ from megatron_rl.training.hf_config import read_model_spec
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Group, TrainBatch, TrainedResponse
 
-_ONE_PROCESS = ["tensor_parallel_size=1", "pipeline_parallel_size=1", "sequence_parallel=false"]
+_ONE_PROCESS = [
+    "tensor_parallel_size=1",
+    "pipeline_parallel_size=1",
+    "context_parallel_size=1",
+    "sequence_parallel=false",
+]
 _STEPWISE = ("updates_per_rollout", "old_logprobs", "kl", "correction", "entropy_gradient")
 """Options of a run that its replay keeps when another objective is put in."""
 
@@ -166,7 +171,7 @@ def _problem_of_batch(one: TrainedResponse) -> str | None:
 
 def _problem_of_trainer(trainer: Trainer, one: TrainedResponse) -> str | None:
     share = trainer.share([one])
-    (logprobs,), (micro,) = trainer.logprobs(share), share.micro_batches
+    (logprobs,), (micro,) = trainer.logprobs(share), share
     bad = micro.mask & ~logprobs.isfinite()
     if bad.any():
         label = int(micro.labels[bad][0])

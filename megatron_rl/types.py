@@ -106,34 +106,46 @@ class TrainBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Right-padded tensors of one forward pass. Position t predicts token t + 1."""
+    """One forward pass: responses behind their prompts, after one another, in one row. Position t predicts token t + 1.
+
+    Tensors are `[1, tokens]`, of the tokens that this context-parallel rank holds.
+    """
 
     tokens: Tensor
-    """int64 `[batch, seq]`."""
+    """int64."""
 
     labels: Tensor
-    """int64 `[batch, seq]`: the next token."""
+    """int64: the next token."""
+
+    positions: Tensor
+    """int64: within its response and prompt, from 0."""
 
     mask: Tensor
-    """bool `[batch, seq]`: the label is a response token with a weight."""
+    """bool: the label is a response token with a weight."""
 
     weights: Tensor
-    """float32 `[batch, seq]`: w_t of the objective, 0 outside the mask."""
+    """float32: w_t of the objective, 0 outside the mask."""
 
     advantages: Tensor
-    """float32 `[batch, seq]`."""
+    """float32."""
 
     rollout_logprobs: Tensor
-    """float32 `[batch, seq]`, 0 outside responses."""
+    """float32, 0 outside responses."""
 
     response_ids: Tensor
-    """int64 `[batch, seq]`: which response of the micro-batch, from 0; −1 outside the mask."""
+    """int64: which response of the micro-batch, from 0; −1 outside the mask."""
 
     group_ids: Tensor
-    """int64 `[batch, seq]`: which group of the batch; −1 outside the mask."""
+    """int64: which group of the batch; −1 outside the mask."""
 
     responses: int
-    """How many there are, padding rows too."""
+    """How many there are."""
 
     numbers: tuple[int, ...]
-    """`TrainedResponse.number` of each that is no padding."""
+    """`TrainedResponse.number` of each."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each with its prompt and padding, on all context-parallel ranks together."""
+
+    starts: Tensor
+    """int32 `[responses + 1]`: where each begins, and the end (cu_seqlens)."""

@@ -1,70 +1,134 @@
-"""The responses of an optimizer step to this rank's micro-batches. Pure: every rank knows everybody's."""
+"""The responses of an optimizer step to this rank's packed micro-batches. Pure: every rank knows everybody's.
+
+A micro-batch is one row of responses after one another (thd form), each behind its prompt and padded to what context
+and sequence parallelism need. Under context parallelism a rank holds two chunks of every response, the r-th from the
+front and the r-th from the back, so that causal attention costs all ranks the same; Megatron and Transformer Engine
+expect it so.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from megatron_rl.types import MicroBatch, TrainedResponse
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
-    """What one data-parallel rank does in an optimizer step."""
+class Place:
+    """Which of an optimizer step's data a rank works on."""
 
-    micro_batches: tuple[MicroBatch, ...]
-    """As many on every rank, all of one shape `[rows, seq_length]`."""
+    rank: int = 0
+    """Data-parallel rank, and how many there are."""
 
-    seq_length: int
+    ranks: int = 1
+    context_rank: int = 0
+    """Context-parallel rank, and how many there are."""
+
+    context_ranks: int = 1
+    tensor_ranks: int = 1
+    """How many ranks split the tokens of a micro-batch under sequence parallelism."""
 
 
 def share_of_rank(
-    update: Sequence[TrainedResponse], *, rank: int, ranks: int, micro_batch_size: int, multiple: int
-) -> Share:
-    """This rank's micro-batches of an optimizer step.
+    update: Sequence[TrainedResponse], place: Place, *, micro_batch_size: int, max_tokens: int | None = None
+) -> tuple[MicroBatch, ...]:
+    """This rank's micro-batches of an optimizer step: as many on every rank.
 
-    Responses with weight 0 are left out; a rank without any still runs, on rows that are all padding. Longest first,
-    dealt out in turn, so that ranks get like lengths.
+    Responses with weight 0 are left out; a rank without any still runs, on padding. Longest first, dealt out in turn,
+    so that ranks get like lengths.
 
     Args:
-        update: all sequences of the optimizer step.
-        rank: data-parallel rank.
-        ranks: data-parallel size.
+        update: all responses of the optimizer step.
+        place: of this rank.
         micro_batch_size: most responses in a micro-batch.
-        multiple: the padded length is a multiple of this (sequence parallelism splits it).
+        max_tokens: most tokens in a micro-batch, with padding; a longer response gets one of its own.
     """
-    trained = sorted((s for s in update if s.weight != 0), key=lambda s: -len(s.prompt_ids) - len(s.response_ids))
-    longest = len(trained[0].prompt_ids) + len(trained[0].response_ids) if trained else 2
-    seq_length = -(-(longest - 1) // multiple) * multiple
-    count = max(1, -(-len(trained) // (ranks * micro_batch_size)))
-    mine = trained[rank::ranks]
-    rows = max(1, -(-len(trained) // (ranks * count)))  # the same everywhere, and no more empty ones than must be
-    batches = (mine[i * rows : (i + 1) * rows] for i in range(count))
-    return Share(micro_batches=tuple(_pad(batch, rows, seq_length) for batch in batches), seq_length=seq_length)
+    trained = sorted((one for one in update if one.weight != 0), key=lambda one: -_length(one))
+    cuts = [_cut(trained[rank :: place.ranks], place, micro_batch_size, max_tokens) for rank in range(place.ranks)]
+    count = max(1, *(len(of_rank) for of_rank in cuts))
+    mine = cuts[place.rank]
+    return tuple(pack(mine[number] if number < len(mine) else (), place) for number in range(count))
 
 
-def _pad(sequences: Sequence[TrainedResponse], rows: int, seq_length: int) -> MicroBatch:
-    tokens = torch.zeros(rows, seq_length + 1, dtype=torch.int64)
-    weights, advantages, rollout = (torch.zeros(rows, seq_length) for _ in range(3))
-    response_ids, group_ids = (torch.full((rows, seq_length), -1) for _ in range(2))
-    for row, sequence in enumerate(sequences):
-        whole = sequence.prompt_ids + sequence.response_ids
-        tokens[row, : len(whole)] = torch.tensor(whole)
-        response = slice(len(sequence.prompt_ids) - 1, len(whole) - 1)  # position t predicts token t + 1
-        response_ids[row, response] = row
-        group_ids[row, response] = sequence.group
-        weights[row, response] = sequence.weight
-        advantages[row, response] = sequence.advantage
-        rollout[row, response] = torch.tensor(sequence.rollout_logprobs)
+def pack(responses: Sequence[TrainedResponse], place: Place) -> MicroBatch:
+    """One micro-batch; without responses it is padding alone."""
+    lengths = [_padded(one, place) for one in responses] or [_multiple(place)]
+    lengths[-1] += -sum(lengths) % (_multiple(place) * place.tensor_ranks)
+    starts = [0, *accumulate(lengths)]
+    total = starts[-1]
+    tokens, labels = (torch.zeros(total, dtype=torch.int64) for _ in range(2))
+    response_ids, group_ids = (torch.full((total,), -1) for _ in range(2))
+    weights, advantages, rollout = (torch.zeros(total) for _ in range(3))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    for number, (one, start) in enumerate(zip(responses, starts, strict=False)):
+        whole = torch.tensor(one.prompt_ids + one.response_ids)
+        tokens[start : start + len(whole) - 1] = whole[:-1]
+        labels[start : start + len(whole) - 1] = whole[1:]
+        response = slice(start + len(one.prompt_ids) - 1, start + len(whole) - 1)  # position t predicts token t + 1
+        response_ids[response], group_ids[response] = number, one.group
+        weights[response], advantages[response] = one.weight, one.advantage
+        rollout[response] = torch.tensor(one.rollout_logprobs)
+    held = held_tokens(lengths, place.context_rank, place.context_ranks)
+
+    def row(values: Tensor) -> Tensor:
+        return values[held].unsqueeze(0)
+
     return MicroBatch(
-        tokens=tokens[:, :-1].contiguous(),
-        labels=tokens[:, 1:].contiguous(),
-        mask=response_ids >= 0,
-        weights=weights,
-        advantages=advantages,
-        rollout_logprobs=rollout,
-        response_ids=response_ids,
-        group_ids=group_ids,
-        responses=rows,
-        numbers=tuple(sequence.number for sequence in sequences),
+        tokens=row(tokens),
+        labels=row(labels),
+        positions=row(positions),
+        mask=row(response_ids >= 0),
+        weights=row(weights),
+        advantages=row(advantages),
+        rollout_logprobs=row(rollout),
+        response_ids=row(response_ids),
+        group_ids=row(group_ids),
+        responses=len(responses),
+        numbers=tuple(one.number for one in responses),
+        lengths=tuple(lengths),
+        starts=torch.tensor(starts, dtype=torch.int32),
     )
+
+
+def held_tokens(lengths: Sequence[int], context_rank: int, context_ranks: int) -> Tensor:
+    """Which tokens of a micro-batch with these padded lengths a context-parallel rank holds, in its order: indices."""
+    if context_ranks == 1:
+        return torch.arange(sum(lengths))
+    held, start = [], 0
+    for length in lengths:
+        chunks = torch.arange(start, start + length).chunk(2 * context_ranks)
+        held += [chunks[context_rank], chunks[2 * context_ranks - 1 - context_rank]]
+        start += length
+    return torch.cat(held)
+
+
+def _cut(
+    responses: Sequence[TrainedResponse], place: Place, size: int, max_tokens: int | None
+) -> list[list[TrainedResponse]]:
+    """Runs of at most `size` responses and `max_tokens` tokens."""
+    runs: list[list[TrainedResponse]] = []
+    tokens = 0
+    for one in responses:
+        length = _padded(one, place)
+        if not runs or len(runs[-1]) == size or (max_tokens is not None and tokens + length > max_tokens):
+            runs.append([])
+            tokens = 0
+        runs[-1].append(one)
+        tokens += length
+    return runs
+
+
+def _length(one: TrainedResponse) -> int:
+    return len(one.prompt_ids) + len(one.response_ids) - 1  # the last token is a label only
+
+
+def _padded(one: TrainedResponse, place: Place) -> int:
+    multiple = _multiple(place)
+    return -(-_length(one) // multiple) * multiple
+
+
+def _multiple(place: Place) -> int:
+    return 1 if place.context_ranks == 1 else 2 * place.context_ranks

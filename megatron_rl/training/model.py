@@ -57,7 +57,10 @@ def transformer_config(spec: ModelSpec, trainer: TrainerConfig) -> TransformerCo
         hidden_dropout=0.0,
         tensor_model_parallel_size=trainer.tensor_parallel_size,
         pipeline_model_parallel_size=trainer.pipeline_parallel_size,
+        context_parallel_size=trainer.context_parallel_size,
         sequence_parallel=trainer.sequence_parallel,
+        variable_seq_lengths=trainer.pipeline_parallel_size > 1,  # micro-batches are as long as their responses
+        moe_token_dispatcher_type="alltoall",  # the only one that variable lengths are allowed with
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,

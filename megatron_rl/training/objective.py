@@ -60,6 +60,8 @@ class Objective:
 
     loss: Loss
     algorithm: AlgorithmConfig
+    over_context: Callable[[Tensor], Tensor] = lambda sums: sums
+    """Adds up over context-parallel ranks, with gradient."""
 
     def __call__(
         self, batch: MicroBatch, logprobs: Tensor, entropies: Tensor, given: Given, *, first: bool = True
@@ -135,7 +137,12 @@ class Objective:
             entropies=inside(entropies),
             response_ids=batch.response_ids.flatten(),
             group_ids=batch.group_ids.flatten(),
-            sequence_sum=partial(_sum_over_responses, ids=batch.response_ids.flatten(), responses=batch.responses),
+            sequence_sum=partial(
+                _sum_over_responses,
+                ids=batch.response_ids.flatten(),
+                responses=batch.responses,
+                over_context=self.over_context,
+            ),
         ), sampled
 
     def try_out(self, device: torch.device) -> None:
@@ -158,6 +165,9 @@ class Objective:
             group_ids=ids,
             responses=2,
             numbers=(0, 1),
+            positions=ones.long(),
+            lengths=(3, 3),
+            starts=torch.tensor([0, 3, 6]),
         )
         kl = self.algorithm.kl
         reference = -ones if kl.coef and kl.place == "loss" else None
@@ -189,8 +199,10 @@ def _is_scalar(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0
 
 
-def _sum_over_responses(values: Tensor, *, ids: Tensor, responses: int) -> Tensor:
+def _sum_over_responses(
+    values: Tensor, *, ids: Tensor, responses: int, over_context: Callable[[Tensor], Tensor] = lambda sums: sums
+) -> Tensor:
     """`[tokens]` to `[tokens]`: at each token the sum over its response; 0 at tokens of none (id −1)."""
     inside = torch.where(ids >= 0, values, 0.0)
-    sums = inside.new_zeros(responses + 1).index_add(0, ids + 1, inside)
+    sums = over_context(inside.new_zeros(responses + 1).index_add(0, ids + 1, inside))
     return sums[ids + 1]

@@ -1,7 +1,7 @@
 """Metrics of micro-batches to those of the whole step, over data-parallel ranks and to every pipeline stage."""
 
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -53,3 +53,25 @@ def from_last_stage(value: T) -> list[T]:
         )
         values = message[0]
     return values
+
+
+def sum_over(values: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """The sum of all ranks' values, on each of them; their losses all depend on it, so gradients are summed too."""
+    return values if group.size() == 1 else _SumOver.apply(values, group)
+
+
+class _SumOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _SumOver.summed(values, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _SumOver.summed(grad, ctx.group), None
+
+    @staticmethod
+    def summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = values.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total

@@ -24,18 +24,19 @@ def check_layout(config: Config, shape: Shape, world_size: int) -> None:
         UserError: naming the sizes and what to change.
     """
     trainer = config.trainer
-    tp, pp = trainer.tensor_parallel_size, trainer.pipeline_parallel_size
+    tp, pp, cp = trainer.tensor_parallel_size, trainer.pipeline_parallel_size, trainer.context_parallel_size
     shape.check_tensor_parallel(tp)
     if shape.layers % pp:
         raise UserError(
             f"trainer.pipeline_parallel_size: {pp} does not divide num_hidden_layers ({shape.layers}) of the model"
         )
-    if world_size % (tp * pp):
+    if world_size % (tp * pp * cp):
+        sizes = f"TP {tp} × PP {pp}" + (f" × CP {cp}" if cp > 1 else "")
         raise UserError(
-            f"trainer: TP {tp} × PP {pp} does not divide the number of processes ({world_size}); start a multiple of "
-            f"{tp * pp} (torchrun --nproc-per-node, or megatron-rl train --processes)"
+            f"trainer: {sizes} does not divide the number of processes ({world_size}); start a multiple of "
+            f"{tp * pp * cp} (torchrun --nproc-per-node, or megatron-rl train --processes)"
         )
-    data_parallel = world_size // (tp * pp)
+    data_parallel = world_size // (tp * pp * cp)
     groups_per_update = config.rollout.prompts_per_step // config.algorithm.updates_per_rollout
     if groups_per_update * config.rollout.responses_per_prompt < data_parallel:
         raise UserError(
@@ -59,6 +60,7 @@ def start(config: Config) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.trainer.tensor_parallel_size,
         pipeline_model_parallel_size=config.trainer.pipeline_parallel_size,
+        context_parallel_size=config.trainer.context_parallel_size,
         distributed_timeout_minutes=max(1, config.collective_timeout_s // 60),
     )
     model_parallel_cuda_manual_seed(config.seed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -17,6 +16,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
@@ -29,13 +29,16 @@ from megatron_rl.training import cpu
 from megatron_rl.training.batch import untrained
 from megatron_rl.training.hf_config import ModelSpec
 from megatron_rl.training.logprobs import token_logprobs
-from megatron_rl.training.micro_batches import Share, share_of_rank
+from megatron_rl.training.micro_batches import Place, share_of_rank
 from megatron_rl.training.model import build_model, load_hf_weights
 from megatron_rl.training.objective import Given, Objective, load_loss
 from megatron_rl.training.optimizer import build_optimizer, learning_rate, set_rates
-from megatron_rl.training.reduction import from_last_stage, reduce_metrics
+from megatron_rl.training.reduction import from_last_stage, reduce_metrics, sum_over
 from megatron_rl.training.reference import ReferencePolicy
 from megatron_rl.types import Group, MicroBatch, TrainBatch, TrainedResponse
+
+Share = tuple[MicroBatch, ...]
+"""What one rank does in an optimizer step: as many micro-batches on every rank."""
 
 
 class Trainer:
@@ -63,7 +66,11 @@ class Trainer:
     def use(self, config: Config) -> None:
         """Go on with the objective of `config`, on the same model."""
         self.config = config
-        self.objective = Objective(loss=load_loss(config.algorithm), algorithm=config.algorithm)
+        self.objective = Objective(
+            loss=load_loss(config.algorithm),
+            algorithm=config.algorithm,
+            over_context=partial(sum_over, group=mpu.get_context_parallel_group()),
+        )
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The current weights as whole HF tensors; a collective (see `gather_hf`)."""
@@ -134,25 +141,34 @@ class Trainer:
         with self.reference.in_place():
             references = self.logprobs(share)
         mine: dict[int, float] = {}
-        for batch, reference in zip(share.micro_batches, references, strict=False):  # none but on the last stage
+        for batch, reference in zip(share, references, strict=False):  # none but on the last stage
             estimates = kl_estimates(batch.rollout_logprobs, reference, estimator=kl.estimator).double()
             ids = batch.response_ids + 1
             sums = estimates.new_zeros(batch.responses + 1).index_add(0, ids.flatten(), estimates.flatten())
-            mine |= dict(zip(batch.numbers, sums[1:].tolist(), strict=False))
-        found = {number: value for part in from_last_stage(mine) for number, value in part.items()}
-        return [found[number] for number in range(len(found))]
+            mine |= dict(zip(batch.numbers, sums[1:].tolist(), strict=True))
+        found = [0.0] * sum(len(group.responses) for group in groups)
+        for part in from_last_stage(mine):  # of each data-parallel rank, and its tokens of each context-parallel one
+            for number, value in part.items():
+                found[number] += value
+        return found
 
     def share(self, update: Sequence[TrainedResponse]) -> Share:
         """This rank's micro-batches of an optimizer step, on its device."""
         trainer = self.config.trainer
-        share = share_of_rank(
-            update,
+        place = Place(
             rank=mpu.get_data_parallel_rank(),
             ranks=mpu.get_data_parallel_world_size(),
-            micro_batch_size=trainer.micro_batch_size,
-            multiple=trainer.tensor_parallel_size if trainer.sequence_parallel else 1,
+            context_rank=mpu.get_context_parallel_rank(),
+            context_ranks=trainer.context_parallel_size,
+            tensor_ranks=trainer.tensor_parallel_size if trainer.sequence_parallel else 1,
         )
-        return replace(share, micro_batches=tuple(_to_device(batch) for batch in share.micro_batches))
+        batches = share_of_rank(
+            update,
+            place,
+            micro_batch_size=trainer.micro_batch_size,
+            max_tokens=trainer.max_tokens_per_micro_batch,
+        )
+        return tuple(_to_device(batch) for batch in batches)
 
     def given(self, shares: Sequence[Share]) -> list[list[Given]]:
         """What each update needs that is computed with the weights as they are now, or with the reference's."""
@@ -182,16 +198,22 @@ class Trainer:
     def _run(self, share: Share, loss_of: Callable[..., Any], *, forward_only: bool) -> list[Any]:
         def step(batches: Iterator[tuple[int, MicroBatch]], model: torch.nn.Module) -> Any:
             number, batch = next(batches)
-            positions = torch.arange(share.seq_length, device=batch.tokens.device).expand_as(batch.tokens)
-            return model(batch.tokens, positions, None), partial(loss_of, batch, number)
+            packed = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=batch.starts,
+                cu_seqlens_kv=batch.starts,
+                max_seqlen_q=max(batch.lengths),
+                max_seqlen_kv=max(batch.lengths),
+            )
+            return model(batch.tokens, batch.positions, None, packed_seq_params=packed), partial(loss_of, batch, number)
 
         return get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=iter(list(enumerate(share.micro_batches))),
+            data_iterator=iter(list(enumerate(share))),
             model=self.chunks,
-            num_microbatches=len(share.micro_batches),
-            seq_length=share.seq_length,
-            micro_batch_size=len(share.micro_batches[0].tokens),
+            num_microbatches=len(share),
+            seq_length=share[0].tokens.shape[1],  # pipeline stages tell one another the real lengths
+            micro_batch_size=1,
             forward_only=forward_only,
         )
 

@@ -184,7 +184,7 @@ def compute(trainer: Trainer, config: Config, case: Case) -> float:
     else:
         given = [
             Given(sampled=current - _log_ratios(micro.labels, micro.mask, case.ratios))
-            for current, micro in zip(trainer.logprobs(share), share.micro_batches, strict=False)
+            for current, micro in zip(trainer.logprobs(share), share, strict=False)
         ]
     return trainer.gradients(share, given).values()["loss/objective"]
 

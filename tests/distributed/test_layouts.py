@@ -15,7 +15,6 @@ from tests.distributed.data import SHAPE
 from tests.distributed.worker import LAYOUTS
 from tests.tiny import write_model
 
-PROCESSES = {"single": 1, "tp2": 2, "tp2_sp": 2, "pp2": 2, "tp2_pp2": 4, "dp2": 2}
 KINDS = ("untied", "tied")
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 Launch = Callable[[str], list[dict[str, Any]]]
@@ -34,7 +33,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launch:
         if layout != "single" and "single" not in done:
             launch("single")
         if layout not in done:
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(PROCESSES[layout])]
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(LAYOUTS[layout][0])]
             command = [
                 *torchrun,
                 "--rdzv-backend",
@@ -51,7 +50,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launch:
             assert ended.returncode == 0, ended.stderr[-4000:]
             done[layout] = [
                 torch.load(directory / layout / f"rank_{rank}.pt", weights_only=False)
-                for rank in range(PROCESSES[layout])
+                for rank in range(LAYOUTS[layout][0])
             ]
             for rank in done[layout]:
                 rank["models"] = {kind: directory / kind for kind in KINDS}

@@ -1,11 +1,13 @@
 """Runs in every process of a layout: many checks in one launch; each rank saves results for the tests to judge."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 from transformers import Qwen2ForCausalLM
 
 from megatron_rl.config import Config
@@ -17,21 +19,29 @@ from megatron_rl.training import setup
 from megatron_rl.training.batch import make_batch
 from megatron_rl.training.checkpoint import RunState, load_checkpoint, save_checkpoint
 from megatron_rl.training.hf_config import read_model_spec
-from megatron_rl.training.micro_batches import Share
+from megatron_rl.training.micro_batches import held_tokens
 from megatron_rl.training.objective import Given
-from megatron_rl.training.trainer import Trainer
-from megatron_rl.types import MicroBatch, TrainBatch
+from megatron_rl.training.trainer import Share, Trainer
+from megatron_rl.types import MicroBatch, TrainBatch, TrainedResponse
 from tests.distributed import objectives
 from tests.distributed.data import VOCABULARY, make_config, make_groups
 
-LAYOUTS: dict[str, dict[str, object]] = {
-    "single": {},
-    "tp2": {"tensor_parallel_size": 2},
-    "tp2_sp": {"tensor_parallel_size": 2, "sequence_parallel": True},
-    "pp2": {"pipeline_parallel_size": 2},
-    "tp2_pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
-    "dp2": {},
+TP2: dict[str, object] = {"tensor_parallel_size": 2}
+PP2: dict[str, object] = {"pipeline_parallel_size": 2}
+CP2: dict[str, object] = {"context_parallel_size": 2}
+SP: dict[str, object] = {"sequence_parallel": True}
+LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+    "single": (1, {}),
+    "tp2": (2, TP2),
+    "cp2": (2, CP2),
+    "tp2_pp2": (4, TP2 | PP2),
+    "tp2_cp2_sp": (4, TP2 | CP2 | SP),
+    "pp2_cp2": (4, PP2 | CP2),
+    "tp2_sp_dp2": (4, TP2 | SP),
+    "pp2_dp2": (4, PP2),
+    "cp2_dp2": (4, CP2),
 }
+"""By name: processes and layout. Of TP, PP, CP and DP every pair meets in one of them."""
 
 
 def main() -> None:
@@ -46,7 +56,7 @@ def main() -> None:
         model, out = arguments.directory / kind, arguments.directory / arguments.layout / kind
 
         def config_of(model: Path = model, out: Path = out, **trainer: object) -> Config:
-            return make_config(model, out, trainer={**LAYOUTS[arguments.layout], **trainer})
+            return make_config(model, out, trainer={**LAYOUTS[arguments.layout][1], **trainer})
 
         if not started:
             setup.start(config_of())
@@ -71,7 +81,7 @@ def check_model(config_of: Any, reference: Path) -> dict[str, Any]:
     batch = make_batch(make_groups(), config)
     share = trainer.share(batch.updates[0])
     # On policy, and with log-probs of another policy as the old ones: ratios away from 1, some of them clipped.
-    rollout = [Given(sampled=micro.rollout_logprobs) for micro in share.micro_batches]
+    rollout = [Given(sampled=micro.rollout_logprobs) for micro in share]
     for name, given in (("on_policy", []), ("clipped", rollout)):
         metrics = trainer.gradients(share, given)
         results[name] = (hf_named(trainer, lambda parameter: parameter.main_grad), metrics.values())
@@ -113,42 +123,45 @@ def hf_named(trainer: Trainer, read: Any = lambda parameter: parameter.data) -> 
 
 
 def logits_gap(trainer: Trainer, model: Path) -> float | None:
-    """Largest difference from transformers' logits; None where this rank has no logits."""
-    tokens = torch.randint(0, 37, (2, 12), generator=torch.Generator().manual_seed(3))
-    blank = torch.zeros(2, 12)
-    micro = MicroBatch(
-        tokens=tokens,
-        labels=tokens,
-        mask=blank.bool(),
-        weights=blank,
-        advantages=blank,
-        rollout_logprobs=blank,
-        response_ids=blank.long() - 1,
-        group_ids=blank.long() - 1,
-        responses=2,
-        numbers=(),
-    )
+    """Largest difference from transformers' logits, of sequences of several lengths packed; None without logits."""
+    draw = torch.Generator().manual_seed(3)
+    sequences = [tuple(torch.randint(0, 37, (length,), generator=draw).tolist()) for length in (12, 5, 1, 9)]
+    share = trainer.share([scored(ids[:1], (*ids[1:], 0), number) for number, ids in enumerate(sequences)])
 
     def keep(batch: MicroBatch, number: int, logits: torch.Tensor) -> Any:
         return logits.sum() * 0, torch.zeros((), dtype=torch.int), logits
 
     with torch.no_grad():
-        kept = trainer._run(Share(micro_batches=(micro,), seq_length=12), keep, forward_only=True)
+        kept = trainer._run(share, keep, forward_only=True)
     if not kept:
         return None
-    group = setup_group()
-    shards = [torch.empty_like(kept[0]) for _ in range(group.size())]
-    dist.all_gather(shards, kept[0].contiguous(), group=group)
-    with torch.no_grad():
-        expected = Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float32)(tokens).logits
-    return float((torch.cat(shards, -1)[..., :37] - expected).abs().max())
+    reference = Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float32)
+    gaps = []
+    for micro, logits in zip(share, kept, strict=True):
+        shards = [torch.empty_like(logits) for _ in range(mpu.get_tensor_model_parallel_world_size())]
+        dist.all_gather(shards, logits.contiguous(), group=mpu.get_tensor_model_parallel_group())
+        whole = torch.cat(shards, -1)[0, :, :37]
+        held = held_tokens(micro.lengths, mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
+        with torch.no_grad():
+            for number, start, length in zip(micro.numbers, micro.starts.tolist(), micro.lengths, strict=False):
+                ids = sequences[number]
+                expected = reference(torch.tensor([ids])).logits[0]
+                mine = ((held >= start) & (held < start + min(length, len(ids)))).nonzero().squeeze(1)
+                gaps += (whole[mine] - expected[held[mine] - start]).abs().flatten().tolist()
+    return max(gaps, default=None)
 
 
-def setup_group() -> dist.ProcessGroup:
-    """The tensor-parallel group."""
-    from megatron.core import parallel_state
-
-    return parallel_state.get_tensor_model_parallel_group()
+def scored(prompt: tuple[int, ...], response: tuple[int, ...], number: int) -> TrainedResponse:
+    """A response to be scored."""
+    return TrainedResponse(
+        prompt_ids=prompt,
+        response_ids=response,
+        rollout_logprobs=(0.0,) * len(response),
+        advantage=0.0,
+        weight=1.0,
+        group=0,
+        number=number,
+    )
 
 
 def engine_gaps(trainer: Trainer, batch: TrainBatch, version: int) -> dict[str, Any]:
@@ -166,30 +179,13 @@ def engine_gaps(trainer: Trainer, batch: TrainBatch, version: int) -> dict[str, 
     sampling = Sampling(temperature=trainer.config.rollout.temperature, greedy=True)
     requests = [Request(prompt_ids=prompt, seeds=(0,), max_tokens=9) for prompt in prompts]
     answers = {number: response for number, _, response in engine.generate(requests, sampling)}
+    asked = [scored(prompt, answers[number].ids, number) for number, prompt in enumerate(prompts)]
+    share = trainer.share([replace(one, rollout_logprobs=answers[one.number].logprobs) for one in asked])
     gaps, greedy = [], True
-    for number, prompt in enumerate(prompts):
-        ids, start = prompt + answers[number].ids, len(prompt) - 1
-        width = len(ids) - 1 + (len(ids) - 1) % 2  # sequence parallelism wants an even length
-        tokens = torch.tensor([*ids, *[0] * (width + 1 - len(ids))])
-        blank = torch.zeros(1, width)
-        micro = MicroBatch(
-            tokens=tokens[None, :-1],
-            labels=tokens[None, 1:],
-            mask=blank.bool(),
-            weights=blank,
-            advantages=blank,
-            rollout_logprobs=blank,
-            response_ids=blank.long() - 1,
-            group_ids=blank.long() - 1,
-            responses=1,
-            numbers=(),
-        )
-        best = best_logprobs(trainer, micro)
-        scored = trainer.logprobs(Share(micro_batches=(micro,), seq_length=width))
-        if scored:
-            mine = scored[0][0, start : len(ids) - 1]
-            gaps.append(float((mine - torch.tensor(answers[number].logprobs)).abs().max()))
-            greedy &= bool((best[0, start : len(ids) - 1] - mine).abs().max() < 1e-6)
+    for micro, mine, best in zip(share, trainer.logprobs(share), best_logprobs(trainer, share), strict=True):
+        if micro.mask.any():
+            gaps.append(float((mine - micro.rollout_logprobs)[micro.mask].abs().max()))
+            greedy &= bool((best - mine)[micro.mask].abs().max() < 1e-6)
     metrics = trainer.train(batch)
     return {
         "logprob_gap": max(gaps) if gaps else None,
@@ -199,15 +195,12 @@ def engine_gaps(trainer: Trainer, batch: TrainBatch, version: int) -> dict[str, 
     }
 
 
-def best_logprobs(trainer: Trainer, micro: MicroBatch) -> torch.Tensor:
+def best_logprobs(trainer: Trainer, share: Share) -> list[torch.Tensor]:
     """The highest log-probability of any token at each position, by scoring every token as if it were the label."""
-    seq_length = micro.tokens.shape[1]
-    best = torch.full(micro.tokens.shape, float("-inf"))
+    best: list[torch.Tensor] = []
     for token in range(VOCABULARY):
-        labels = torch.full_like(micro.tokens, token)
-        asked = MicroBatch(**{**vars(micro), "labels": labels})
-        for scored in trainer.logprobs(Share(micro_batches=(asked,), seq_length=seq_length)):
-            best = torch.maximum(best, scored)
+        found = trainer.logprobs(tuple(replace(micro, labels=torch.full_like(micro.labels, token)) for micro in share))
+        best = [torch.maximum(*pair) for pair in zip(best, found, strict=True)] if best else found
     return best
 
 

@@ -15,7 +15,7 @@ from megatron_rl.algorithms.losses import LOSSES, LossInputs, LossOutput, Metric
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.errors import UserError
 from megatron_rl.training.logprobs import token_logprobs
-from megatron_rl.training.micro_batches import share_of_rank
+from megatron_rl.training.micro_batches import Place, share_of_rank
 from megatron_rl.training.objective import Given, Objective, load_loss
 from megatron_rl.types import MicroBatch, TrainedResponse
 from tests.cases.group import group_of_one
@@ -40,7 +40,8 @@ def sequences() -> list[TrainedResponse]:
 
 
 def micro_batches(of: list[TrainedResponse], size: int, multiple: int = 1) -> list[MicroBatch]:
-    return list(share_of_rank(of, rank=0, ranks=1, micro_batch_size=size, multiple=multiple).micro_batches)
+    """Packed; `multiple`: the tokens of a micro-batch are padded to it."""
+    return list(share_of_rank(of, Place(tensor_ranks=multiple), micro_batch_size=size))
 
 
 def objective(
@@ -225,8 +226,7 @@ def test_a_sequence_sum_carries_the_gradient_of_every_token_of_its_response() ->
     total.backward()
     assert logprobs.grad is not None
     # Each of n tokens has loss S with weight w, and S holds each token once: n w for every token.
-    assert logprobs.grad[0][batch.mask[0]].tolist() == [4 * 0.125] * 4
-    assert logprobs.grad[1][batch.mask[1]].tolist() == [2 * 0.25] * 2
+    assert logprobs.grad[batch.mask].tolist() == [4 * 0.125] * 4 + [2 * 0.25] * 2
 
 
 def test_metrics_are_token_sums() -> None:
@@ -237,8 +237,8 @@ def test_metrics_are_token_sums() -> None:
     (batch,) = micro_batches([one, other], 2)
     logprobs = torch.where(batch.mask, -1.0, math.nan).requires_grad_()
     entropies = torch.full_like(logprobs, math.nan)
-    entropies[0][batch.mask[0]] = 0.0  # the longer one
-    entropies[1][batch.mask[1]] = 1.0
+    entropies[batch.response_ids == 0] = 0.0  # the longer one
+    entropies[batch.response_ids == 1] = 1.0
     old = torch.where(batch.mask, -1.5, math.nan)
     total, metrics = objective(ppo_clip, batch, logprobs, entropies=entropies, sampled=old)
     found = {name: (s.item(), w.item()) for name, (s, w) in metrics.items()}
