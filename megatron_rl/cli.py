@@ -66,7 +66,7 @@ def train(
 @app.command()
 def demo(
     overrides: Overrides = None,
-    layout: Annotated[str, typer.Option(help="Layout of the trainer on 2 processes: tp2, pp2 or dp2.")] = "tp2",
+    layout: Annotated[str, typer.Option(help="Layout of the trainer on 2 processes: tp2, pp2, cp2 or dp2.")] = "tp2",
     seed: Annotated[int, typer.Option(min=0, help="Of the base model and of the run.")] = 0,
     directory: Annotated[Path, typer.Option(help="Everything is made below it.")] = Path("runs/demo"),
     recipe: Annotated[Path, typer.Option(help="The recipe.")] = Path("launch/recipes/demo_arithmetic.yaml"),

@@ -19,6 +19,11 @@ from megatron_rl.telemetry.writer import read_metrics
 LAYOUTS: dict[str, list[str]] = {
     "tp2": ["trainer.tensor_parallel_size=2", "trainer.pipeline_parallel_size=1"],
     "pp2": ["trainer.tensor_parallel_size=1", "trainer.pipeline_parallel_size=2"],
+    "cp2": [
+        "trainer.tensor_parallel_size=1",
+        "trainer.pipeline_parallel_size=1",
+        "trainer.context_parallel_size=2",
+    ],
     "dp2": ["trainer.tensor_parallel_size=1", "trainer.pipeline_parallel_size=1"],
 }
 PROCESSES = 2
