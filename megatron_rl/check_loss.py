@@ -19,7 +19,7 @@ from megatron_rl.algorithms.losses import LossInputs, LossOutput
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.errors import UserError
 from megatron_rl.training import objective
-from megatron_rl.training.objective import Loss, Objective, _check, _sum_over_responses, load_loss
+from megatron_rl.training.objective import Loss, Objective, check_output, load_loss, sum_over_responses
 
 TOLERANCE = 1e-6
 """How far equal things may be apart, relative to all of them: inputs are float64, a loss may compute in float32."""
@@ -275,7 +275,7 @@ def _call(loss: Loss, example: Example, inputs: LossInputs) -> LossOutput:
     torch.set_default_dtype(inputs.logprobs.dtype)  # of tensors that the loss makes
     try:
         out = loss(inputs)
-        _check(out, len(inputs.mask))
+        check_output(out, len(inputs.mask))
     except Exception as error:
         raise _Fault(f"{_describe(error)}, for {example}") from error
     finally:
@@ -337,7 +337,7 @@ class Example:
             name: torch.cat((of, of.new_tensor([outside])))[numbers] for name, of in self.columns.items()
         }
         fields["logprobs"] = fields["logprobs"].requires_grad_().clone()  # no leaf, as in the trainer
-        summed = partial(_sum_over_responses, ids=ids, responses=len(ends))
+        summed = partial(sum_over_responses, ids=ids, responses=len(ends))
         return LossInputs(**fields, mask=ids >= 0, response_ids=ids, group_ids=groups, sequence_sum=summed), numbers
 
 

@@ -29,7 +29,7 @@ def token_logprobs(
         entropy_gradient: whether gradients flow through the entropies too.
 
     Returns:
-        (log-probabilities, entropies in nats), `[...]`, float32.
+        (log-probabilities, entropies in nats), `[...]`, float32 (float64 of float64).
     """
     first = group.rank() * logits.shape[-1]
     allowed = min(max(vocabulary - first, 0), logits.shape[-1])

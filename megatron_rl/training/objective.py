@@ -81,7 +81,7 @@ class Objective:
         inputs, sampled = self._inputs(batch, logprobs, entropies, given, first)
         mask, algorithm = inputs.mask, self.algorithm
         out = self.loss(inputs)
-        _check(out, len(mask))
+        check_output(out, len(mask))
         losses = out.losses
         metrics: Metrics = {
             "policy/entropy": masked_mean(inputs.entropies, mask),
@@ -138,7 +138,7 @@ class Objective:
             response_ids=batch.response_ids.flatten(),
             group_ids=batch.group_ids.flatten(),
             sequence_sum=partial(
-                _sum_over_responses,
+                sum_over_responses,
                 ids=batch.response_ids.flatten(),
                 responses=batch.responses,
                 over_context=self.over_context,
@@ -181,7 +181,7 @@ class Objective:
         return self.algorithm.entropy_gradient or self.algorithm.entropy_coef != 0
 
 
-def _check(out: object, tokens: int) -> None:
+def check_output(out: object, tokens: int) -> None:
     """Refuse what breaks the contract of a loss, before it spoils a sum."""
     if not isinstance(out, LossOutput):
         raise UserError(f"algorithm.loss: it returned {type(out).__name__}, not a LossOutput")
@@ -199,7 +199,7 @@ def _is_scalar(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0
 
 
-def _sum_over_responses(
+def sum_over_responses(
     values: Tensor, *, ids: Tensor, responses: int, over_context: Callable[[Tensor], Tensor] = lambda sums: sums
 ) -> Tensor:
     """`[tokens]` to `[tokens]`: at each token the sum over its response; 0 at tokens of none (id −1)."""

@@ -236,7 +236,10 @@ def test_a_wrong_use_of_the_commands_is_exit_code_2(arguments: tuple[str, ...], 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(("--layout", "tp3"), "--layout: 'tp3' is not one of tp2, pp2, cp2, dp2"), ((), "no such recipe; run the demo from")],
+    [
+        (("--layout", "tp3"), "--layout: 'tp3' is not one of tp2, pp2, cp2, dp2"),
+        ((), "no such recipe; run the demo from"),
+    ],
 )
 def test_the_demo_names_its_mistakes(arguments: tuple[str, ...], said: str, command: Command) -> None:
     assert said in command("demo", *arguments).mistake
