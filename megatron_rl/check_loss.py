@@ -195,11 +195,11 @@ def _without_reference(loss: Loss) -> str | None:
         try:
             _evaluate(loss, replace(example, columns=columns))
         except _Fault as fault:
-            if isinstance(fault.__cause__, ValueError) and "algorithm.kl.coef" in str(fault.__cause__):
+            if isinstance(fault.__cause__, ValueError) and "algorithm.kl" in str(fault.__cause__):
                 return f"it needs them and says so: {fault.__cause__}"
             raise _Fault(
-                f"{fault}. inputs.reference_logprobs is None unless algorithm.kl.coef is above 0; a loss that needs "
-                "them raises a ValueError that names algorithm.kl.coef"
+                f"{fault}. inputs.reference_logprobs is None unless algorithm.kl asks for them (place=measure); a "
+                "loss that needs them raises a ValueError that names algorithm.kl"
             ) from None
     return None
 

@@ -119,9 +119,14 @@ class KlConfig(Section):
     estimator: KlEstimator = "k3"
     """`k1` d, `k2` d²/2, `k3` exp(−d) − 1 + d, with d = log π − log π_ref of a sampled token."""
 
-    place: Literal["loss", "reward"] = "loss"
+    place: Literal["loss", "reward", "measure"] = "loss"
     """`loss`: added to each token's loss, with gradient; `reward`: its sum over a response is taken from the
-    response's reward, before advantages."""
+    response's reward, before advantages; `measure`: added nowhere (whatever `coef` says), for a loss of your own."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a reference policy is kept."""
+        return self.coef > 0 or self.place == "measure"
 
 
 class CorrectionConfig(Section):

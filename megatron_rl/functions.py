@@ -19,8 +19,10 @@ def load_function(name: str, option: str) -> Callable[..., object]:
         raise UserError(f"{option}: {name!r} is neither a known name nor package.module:function")
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, TypeError) as error:  # TypeError: a relative import
+    except (ImportError, AttributeError) as error:
         raise UserError(f"{option}: {name}: {error} (is its folder on PYTHONPATH?)") from None
+    except Exception as error:  # their module, as it is imported: anything
+        raise UserError(f"{option}: {name}: {type(error).__name__}: {error}{_place(error)}") from None
     if not callable(function):
         raise UserError(f"{option}: {name} is not a function")
     return function
@@ -38,5 +40,12 @@ def trying(option: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # their function: anything
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(f"{option}: {type(error).__name__}: {error} ({place.filename}:{place.lineno})") from None
+        raise UserError(f"{option}: {type(error).__name__}: {error}{_place(error)}") from None
+
+
+def _place(error: Exception) -> str:
+    """Where it was raised; a syntax error says so itself."""
+    if isinstance(error, SyntaxError):
+        return ""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f" ({frame.filename}:{frame.lineno})"

@@ -29,7 +29,7 @@ class LossInputs:
     """The same as the engine reported them when it sampled."""
 
     reference_logprobs: Tensor | None = None
-    """The same under the reference policy; None unless `algorithm.kl` puts one into the loss."""
+    """The same under the reference policy; None unless `algorithm.kl` asks for one."""
 
     advantages: Tensor
     """The advantage of the token's response."""

@@ -34,13 +34,14 @@ def load_loss(algorithm: AlgorithmConfig) -> Loss:
     except (TypeError, ValueError) as error:
         raise UserError(f"algorithm.loss_kwargs: {algorithm.loss}: {error}") from None
     hints = get_type_hints(function) if inspect.isfunction(function) else {}
+    values = dict(algorithm.loss_kwargs)
     for name, value in algorithm.loss_kwargs.items():
         try:
-            TypeAdapter(hints.get(name, Any)).validate_python(value, strict=False)
+            values[name] = TypeAdapter(hints.get(name, Any)).validate_python(value)
         except ValidationError as error:
             fault = error.errors()[0]["msg"]
             raise UserError(f"algorithm.loss_kwargs.{name}: {fault}, got {value!r} ({algorithm.loss})") from None
-    return cast(Loss, partial(function, **algorithm.loss_kwargs))
+    return cast(Loss, partial(function, **values))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +171,7 @@ class Objective:
             starts=torch.tensor([0, 3, 6]),
         )
         kl = self.algorithm.kl
-        reference = -ones if kl.coef and kl.place == "loss" else None
+        reference = -ones if kl.wanted and kl.place != "reward" else None
         entropies = ones.clone().requires_grad_(self.entropy_gradient)
         with trying(f"algorithm.loss: {self.algorithm.loss}"):
             self(batch, (-ones).requires_grad_(), entropies, Given(reference=reference))

@@ -60,7 +60,7 @@ class Trainer:
         self.model.config.grad_scale_func = self.optimizer.scale_loss
         self.model.config.finalize_model_grads_func = _finalize_sums
         self.use(config)
-        self.reference = ReferencePolicy(self.model) if config.algorithm.kl.coef else None
+        self.reference = ReferencePolicy(self.model) if config.algorithm.kl.wanted else None
         self.updates_done = 0
 
     def use(self, config: Config) -> None:
@@ -177,7 +177,7 @@ class Trainer:
             # Nothing changes before the first update: its own log-probs serve.
             sampled[1:] = [self.logprobs(share) for share in shares[1:]]
         references: list[list[Tensor]] = [[] for _ in shares]
-        if self.reference is not None and self.config.algorithm.kl.place == "loss":
+        if self.reference is not None and self.config.algorithm.kl.place != "reward":
             with self.reference.in_place():
                 references = [self.logprobs(share) for share in shares]
         return [

@@ -249,7 +249,7 @@ def test_a_loss_that_needs_a_reference_has_to_say_so() -> None:
     }
     text = failure(partial(with_divergence, clear=False), REFERENCE)
     assert "TypeError: unsupported operand" in text
-    assert "reference_logprobs is None unless algorithm.kl.coef is above 0" in text
+    assert "reference_logprobs is None unless algorithm.kl asks for them" in text
 
 
 def test_an_exception_is_told_with_the_input_and_the_last_line_of_the_users_file() -> None:
