@@ -1,10 +1,12 @@
 """Groups to sequences with advantages and weights, and the figures about them."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_rl.config_files import load_config
 from megatron_rl.training.batch import make_batch, untrained
 from megatron_rl.types import TrainedResponse
 from tests.tiny import graded_group, run_config
@@ -258,3 +260,17 @@ def test_a_batch_in_which_nothing_is_trained_has_no_shares() -> None:
     group = graded_group(0, [1, 0], [2, 4], truncated=(0, 1))
     metrics = make_batch([group], run_config(algorithm=algorithm(mask_truncated=True))).metrics
     assert not [name for name in metrics if name.startswith("share_")]
+
+
+def test_the_reference_job_takes_sixteen_optimizer_steps_of_thirty_two_whole_groups() -> None:
+    """DAPO: 512 prompts × 16 responses, mini-batches of 512 responses."""
+    config = load_config(Path(__file__).parents[2] / "launch/recipes/dapo_qwen2.5_32b.yaml")
+    scores = [float(sample < 5) for sample in range(16)]
+    groups = [
+        graded_group(number, scores, [1 + (number + sample) % 7 for sample in range(16)]) for number in range(512)
+    ]
+    updates = make_batch(groups, config).updates
+    assert [len(update) for update in updates] == [512] * 16
+    for number, update in enumerate(updates):
+        assert {one.group for one in update} == set(range(32 * number, 32 * number + 32))
+        assert sum(one.weight * len(one.response_ids) for one in update) == pytest.approx(1, abs=1e-12)
