@@ -8,7 +8,7 @@ from megatron_rl.telemetry.writer import read_metrics
 from tests.e2e.conftest import RECIPE, Job, start
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", "dp2"])
 def test_the_demo_learns(job: Job, layout: str) -> None:
     command = job.command("unused")[:3]
     demo = start([*command, "demo", "--layout", layout, "--directory", str(job.directory), "--recipe", str(RECIPE)])
