@@ -231,6 +231,9 @@ class TrainerConfig(Section):
     max_tokens_per_micro_batch: Positive | None = None
     """Most tokens in a forward pass, prompts and padding too; a longer response gets one of its own."""
 
+    logits_chunk: Positive = 1024
+    """Tokens whose logits exist at once, in fp32 and over the whole vocabulary: fewer take less memory."""
+
     distributed_optimizer: bool = True
     """Shard the optimizer state over data-parallel ranks."""
 

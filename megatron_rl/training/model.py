@@ -5,11 +5,17 @@ from __future__ import annotations
 import logging
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from megatron_rl.config import TrainerConfig
 from megatron_rl.resharding.hf_files import HfReader
@@ -99,7 +105,33 @@ def build_model(spec: ModelSpec, trainer: TrainerConfig) -> GPTModel:
         rotary_base=spec.rope_theta,
     ).to(cpu.device())
     _mark_split_parameters(model, spec.shape)
+    if model.post_process:
+        model.output_layer.forward = _leave_projection  # the loss projects, a chunk of tokens at a time
     return model
+
+
+def _leave_projection(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+    return hidden, None
+
+
+def all_tokens(output: Tensor, model: GPTModel) -> Tensor:
+    """What the last pipeline stage puts out, `[1, tokens, hidden]`: of all tokens on every TP rank, `[tokens, hidden]`.
+
+    Backward sums over TP: each rank's columns of the vocabulary give a part of the gradient.
+    """
+    hidden = output[0]
+    if model.config.sequence_parallel:
+        return gather_from_sequence_parallel_region(hidden)
+    return copy_to_tensor_model_parallel_region(hidden)
+
+
+def output_weight(model: GPTModel) -> Tensor:
+    """This TP rank's rows of the output layer, `[padded vocabulary / tp, hidden]`."""
+    return (
+        model.shared_embedding_or_output_weight()
+        if model.share_embeddings_and_output_weights
+        else model.output_layer.weight
+    )
 
 
 def _mark_split_parameters(model: GPTModel, shape: Shape) -> None:

@@ -22,15 +22,16 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megatron_rl.algorithms.kl import kl_estimates
+from megatron_rl.algorithms.losses import masked_mean
 from megatron_rl.config import Config
 from megatron_rl.resharding.gather import gather_hf
 from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.training import cpu
 from megatron_rl.training.batch import untrained
 from megatron_rl.training.hf_config import ModelSpec
-from megatron_rl.training.logprobs import token_logprobs
+from megatron_rl.training.logprobs import projected_logprobs
 from megatron_rl.training.micro_batches import Place, share_of_rank
-from megatron_rl.training.model import build_model, load_hf_weights
+from megatron_rl.training.model import all_tokens, build_model, load_hf_weights, output_weight
 from megatron_rl.training.objective import Given, Objective, load_loss
 from megatron_rl.training.optimizer import build_optimizer, learning_rate, set_rates
 from megatron_rl.training.reduction import from_last_stage, reduce_metrics, sum_over
@@ -109,10 +110,11 @@ class Trainer:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        def loss_of(batch: MicroBatch, number: int, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            logprobs, entropies = self._logprobs(logits, batch)
+        def loss_of(batch: MicroBatch, number: int, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            logprobs, entropies, likeliest = self._score(output, batch)
             known = given[number] if given else Given()
             total, metrics = self.objective(batch, logprobs, entropies, known, first=first)
+            metrics["policy/top1"] = masked_mean(likeliest.to(logprobs.dtype), batch.mask)
             return total, torch.zeros((), dtype=torch.int), metrics
 
         metrics = reduce_metrics(self._run(share, loss_of, forward_only=False))
@@ -123,8 +125,8 @@ class Trainer:
     def logprobs(self, share: Share) -> list[Tensor]:
         """Log-probabilities of the labels of each micro-batch, `[batch, seq]`; on the last pipeline stage, else []."""
 
-        def keep(batch: MicroBatch, number: int, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return logits.new_zeros(()), torch.zeros((), dtype=torch.int), self._logprobs(logits, batch)[0]
+        def keep(batch: MicroBatch, number: int, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return output.new_zeros(()), torch.zeros((), dtype=torch.int), self._score(output, batch)[0]
 
         with torch.no_grad():
             return self._run(share, keep, forward_only=True)
@@ -185,15 +187,20 @@ class Trainer:
             for pair in zip(sampled, references, strict=True)
         ]
 
-    def _logprobs(self, logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        return token_logprobs(
-            logits,
-            batch.labels,
+    def _score(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, ...]:
+        """Log-probabilities of the labels, entropies, and whether no token is likelier, `[1, tokens]` each."""
+        weight = output_weight(self.model)
+        scores = projected_logprobs(
+            all_tokens(output, self.model).to(weight.dtype),
+            weight,
+            batch.labels.flatten(),
+            chunk=self.config.trainer.logits_chunk,
             temperature=self.config.rollout.temperature,
             vocabulary=self.vocabulary,
             group=mpu.get_tensor_model_parallel_group(),
             entropy_gradient=self.objective.entropy_gradient,
         )
+        return tuple(values.unsqueeze(0) for values in scores)
 
     def _run(self, share: Share, loss_of: Callable[..., Any], *, forward_only: bool) -> list[Any]:
         def step(batches: Iterator[tuple[int, MicroBatch]], model: torch.nn.Module) -> Any:

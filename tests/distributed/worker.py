@@ -20,6 +20,7 @@ from megatron_rl.training.batch import make_batch
 from megatron_rl.training.checkpoint import RunState, load_checkpoint, save_checkpoint
 from megatron_rl.training.hf_config import read_model_spec
 from megatron_rl.training.micro_batches import held_tokens
+from megatron_rl.training.model import all_tokens, output_weight
 from megatron_rl.training.objective import Given
 from megatron_rl.training.trainer import Share, Trainer
 from megatron_rl.types import MicroBatch, TrainBatch, TrainedResponse
@@ -128,7 +129,8 @@ def logits_gap(trainer: Trainer, model: Path) -> float | None:
     sequences = [tuple(torch.randint(0, 37, (length,), generator=draw).tolist()) for length in (12, 5, 1, 9)]
     share = trainer.share([scored(ids[:1], (*ids[1:], 0), number) for number, ids in enumerate(sequences)])
 
-    def keep(batch: MicroBatch, number: int, logits: torch.Tensor) -> Any:
+    def keep(batch: MicroBatch, number: int, output: torch.Tensor) -> Any:
+        logits = all_tokens(output, trainer.model) @ output_weight(trainer.model).t()
         return logits.sum() * 0, torch.zeros((), dtype=torch.int), logits
 
     with torch.no_grad():
@@ -140,7 +142,7 @@ def logits_gap(trainer: Trainer, model: Path) -> float | None:
     for micro, logits in zip(share, kept, strict=True):
         shards = [torch.empty_like(logits) for _ in range(mpu.get_tensor_model_parallel_world_size())]
         dist.all_gather(shards, logits.contiguous(), group=mpu.get_tensor_model_parallel_group())
-        whole = torch.cat(shards, -1)[0, :, :37]
+        whole = torch.cat(shards, -1)[:, :37]
         held = held_tokens(micro.lengths, mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
         with torch.no_grad():
             for number, start, length in zip(micro.numbers, micro.starts.tolist(), micro.lengths, strict=False):

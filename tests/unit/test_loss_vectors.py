@@ -291,7 +291,7 @@ def group() -> Iterator[dist.ProcessGroup]:
         yield one
 
 
-def scored(temperature: float, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def scored(temperature: float, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs and entropy of three tokens that all have the distribution of the vector."""
     logits, labels = double(V14["p"]).log().expand(3, 3), torch.arange(3)
     return token_logprobs(logits, labels, temperature=temperature, vocabulary=3, group=group)
@@ -303,7 +303,7 @@ def scored(temperature: float, group: dist.ProcessGroup) -> tuple[Tensor, Tensor
 def test_v14_entropy_and_probabilities(
     temperature: float, entropy: str, distribution: str, group: dist.ProcessGroup
 ) -> None:
-    logprobs, entropies = scored(temperature, group)
+    logprobs, entropies, _ = scored(temperature, group)
     assert entropies.tolist() == pytest.approx([V14[entropy]] * 3, rel=0, abs=1e-12)
     assert logprobs.exp().tolist() == pytest.approx(V14[distribution], rel=0, abs=1e-12)
     assert V14[entropy] == near(-sum(p * math.log(p) for p in V14[distribution]))

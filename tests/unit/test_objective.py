@@ -601,7 +601,7 @@ def test_the_gradient_of_an_entropy_bonus_is_that_of_a_plain_softmax(
     (batch,) = micro_batches(sequences(), 5)
     generator = torch.Generator().manual_seed(0)
     logits = (2 * torch.randn(*batch.labels.shape, PADDED, generator=generator)).requires_grad_()
-    logprobs, entropies = token_logprobs(
+    logprobs, entropies, _ = token_logprobs(
         logits,
         batch.labels,
         temperature=TEMPERATURE,
