@@ -378,6 +378,11 @@ def doubts(config: Config) -> list[str]:
             "algorithm.kl: the gradient of k1 in the loss is 0 on average, so it holds nothing back; "
             "take k2 or k3, or place=reward"
         )
+    if kl.coef > 0 and kl.place == "reward" and config.algorithm.advantage in ("grpo", "reinforce_plus_plus_baseline"):
+        found.append(
+            "algorithm.kl.place=reward with an advantage that divides by the standard deviation: in a group of equal "
+            "scores nothing but KL is left, and it is scaled up to full size; take advantage=dr_grpo or place=loss"
+        )
     return found
 
 

@@ -39,11 +39,11 @@ def trying(option: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:  # their function: anything
+    except (Exception, SystemExit) as error:  # their function: anything
         raise UserError(f"{option}: {type(error).__name__}: {error}{_place(error)}") from None
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """Where it was raised; a syntax error says so itself."""
     if isinstance(error, SyntaxError):
         return ""

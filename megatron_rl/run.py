@@ -169,7 +169,10 @@ class Run:
     def keep_batch(self, step: int, rollout: Rollout, kl: Sequence[float] | None) -> None:
         """Write down what the step trains on, before it does: also what a failure came from."""
         if self.writer:
-            self.writer.batch(step, rollout.groups, kl)
+            try:
+                self.writer.batch(step, rollout.groups, kl)
+            except OSError as error:  # a full disk: the run is worth more than this file
+                self.progress.say(f"warning: the batch of step {step} is not kept: {error.strerror}")
 
     def finish_step(self, step: int, rollout: Rollout, metrics: MeanMetrics) -> None:
         """Count the step as done and write down what happened in it."""

@@ -56,7 +56,7 @@ def correction_weights(
     change = torch.where(mask, (trainer_logprobs - rollout_logprobs).detach(), 0.0)
     if level == "sequence":
         change = torch.where(mask, sequence_sum(change), 0.0)
-    ratio = change.exp()
+    ratio = change.clamp(-_MOST, _MOST).exp()
     if mode == "truncate":
         return ratio.clamp(max=cap)
     return torch.where((ratio >= floor) & (ratio <= cap), ratio, 0.0)
@@ -79,7 +79,7 @@ def mismatch_metrics(
         and by their response's.
     """
     change = torch.where(mask, (trainer_logprobs - rollout_logprobs).detach(), 0.0)
-    of_sequence = torch.where(mask, sequence_sum(change), 0.0).exp()
+    of_sequence = torch.where(mask, sequence_sum(change), 0.0).clamp(-_MOST, _MOST).exp()
     bounded = change.clamp(-_MOST, _MOST)
     ratio = bounded.exp()
     return {

@@ -49,7 +49,9 @@ class LossInputs:
 
     sequence_sum: Callable[[Tensor], Tensor]
     """`[tokens]` to `[tokens]`: at each token the sum over the trained tokens of its response, wherever context
-    parallelism put them; 0 outside the mask. Gradients pass through it."""
+    parallelism put them; 0 outside the mask. Gradients pass through it. The only way to other tokens of a response: a
+    rank may hold a part of them. Ranks wait in it for one another, so call it equally often whatever the inputs are,
+    also when no token is trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +79,7 @@ def ppo_clip(
     Raises:
         ValueError: `clip_low` is not in 0..1, `clip_high` is negative or `dual_clip` is not above 1.
     """
-    ratio = (inputs.logprobs - inputs.old_logprobs).exp()
-    return _clipped(ratio, inputs, clip_low, clip_high, dual_clip)
+    return _clipped(_ratio(inputs.logprobs - inputs.old_logprobs), inputs, clip_low, clip_high, dual_clip)
 
 
 def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossOutput:
@@ -96,7 +97,7 @@ def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4)
     """
     change = (inputs.logprobs - inputs.old_logprobs).detach()
     lengths = inputs.sequence_sum(inputs.mask.to(change.dtype)).clamp(min=1)
-    ratio = (inputs.sequence_sum(change) / lengths).exp() * (inputs.logprobs - inputs.logprobs.detach()).exp()
+    ratio = _ratio(inputs.sequence_sum(change) / lengths) * (inputs.logprobs - inputs.logprobs.detach()).exp()
     return _clipped(ratio, inputs, clip_low, clip_high, None)
 
 
@@ -112,7 +113,7 @@ def cispo(inputs: LossInputs, *, clip_low: float | None = None, clip_high: float
         ValueError: as `ppo_clip`.
     """
     _check_clip(0.0 if clip_low is None else clip_low, clip_high)
-    ratio = (inputs.logprobs - inputs.old_logprobs).detach().exp()
+    ratio = _ratio((inputs.logprobs - inputs.old_logprobs).detach())
     weight = ratio.clamp(0.0 if clip_low is None else 1 - clip_low, 1 + clip_high)
     return LossOutput(
         losses=-weight * inputs.advantages * inputs.logprobs, metrics=_ratio_metrics(ratio, weight != ratio, inputs)
@@ -122,6 +123,11 @@ def cispo(inputs: LossInputs, *, clip_low: float | None = None, clip_high: float
 def reinforce(inputs: LossInputs) -> LossOutput:
     """−A log π (Williams, 1992): the policy gradient itself, for one optimizer step per rollout step."""
     return LossOutput(losses=-inputs.advantages * inputs.logprobs)
+
+
+def _ratio(change: Tensor) -> Tensor:
+    """exp, of at most ±20 nats: beyond float32's exp(88) one hopeless token would be inf · 0 and end the run."""
+    return change.clamp(-20, 20).exp()
 
 
 def _clipped(

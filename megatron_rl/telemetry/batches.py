@@ -45,8 +45,12 @@ def write_batch(path: Path, groups: Sequence[Group], kl: Sequence[float] | None)
         columns["kl"] = torch.tensor(kl, dtype=torch.float64)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(save(columns))
-    os.replace(partial, path)
+    try:
+        partial.write_bytes(save(columns))
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def read_batch(path: Path) -> tuple[list[Group], list[float] | None]:
@@ -71,7 +75,7 @@ def read_batch(path: Path) -> tuple[list[Group], list[float] | None]:
             )
             for (index, ids), size in zip(prompts, columns["group_sizes"].tolist(), strict=True)
         ]
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+    except (OSError, SafetensorError, LookupError, ValueError, RuntimeError, TypeError) as error:
         raise UserError(f"{path}: {error}") from None
     return groups, columns["kl"].tolist() if "kl" in columns else None
 

@@ -26,7 +26,7 @@ class RunWriter:
         self.samples_dir.mkdir(parents=True, exist_ok=True)
         kept = [row for row in read_metrics(self.metrics_path) if row["step"] <= step] if step else []
         replace_text(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
-        for file in (*self.samples_dir.glob("step_*.jsonl"), *batch_files(directory)):
+        for file in self.samples_dir.glob("step_*.jsonl"):
             if not step or int(file.stem.removeprefix("step_")) > step:
                 file.unlink()
         self._file = self.metrics_path.open("a")
@@ -54,12 +54,16 @@ class RunWriter:
         replace_text(self.samples_dir / f"step_{step:06d}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
     def batch(self, step: int, groups: Sequence[Group], kl: Sequence[float] | None) -> None:
-        """The training batch of a step; those before the newest `telemetry.keep_batches` go."""
+        """The training batch of a step; those before the newest `telemetry.keep_batches` go.
+
+        Going on leaves those of later steps: that of a step that failed says why, until it is made again.
+        """
         keep = self.config.telemetry.keep_batches
         if keep:
             write_batch(batch_file(self.config.run_dir, step), groups, kl)
-            for old in batch_files(self.config.run_dir)[:-keep]:
-                old.unlink()
+            for old in batch_files(self.config.run_dir):
+                if int(old.stem.removeprefix("step_")) <= step - keep:
+                    old.unlink()
 
     def close(self) -> None:
         """Close the files."""
@@ -75,7 +79,8 @@ def batch_file(run_dir: Path, step: int) -> Path:
 
 def batch_files(run_dir: Path) -> list[Path]:
     """The training batches that are kept, oldest first."""
-    return sorted((run_dir / "batches").glob("step_*.safetensors"))
+    found = (run_dir / "batches").glob("step_*.safetensors")
+    return sorted(path for path in found if path.stem.removeprefix("step_").isdecimal())
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Kept groups to the training batch: rewards, advantages, loss weights. Pure: the same on every rank."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,9 +10,11 @@ from torch import Tensor
 
 from megatron_rl.algorithms.advantages import group_advantages
 from megatron_rl.algorithms.attribution import gradient_shares
+from megatron_rl.algorithms.filters import load_filter
 from megatron_rl.algorithms.shaping import soft_overlong_penalty
 from megatron_rl.algorithms.weights import loss_weights
 from megatron_rl.config import AlgorithmConfig, Config
+from megatron_rl.errors import UserError
 from megatron_rl.functions import trying
 from megatron_rl.presets import PRESETS
 from megatron_rl.types import Graded, Group, Prompt, Response, TrainBatch, TrainedResponse
@@ -72,7 +75,7 @@ def try_batch(config: Config) -> None:
     """Make a batch of two made-up groups, so that a wrong function is known before anything is sampled.
 
     Raises:
-        UserError: an advantage or a normalisation of the user's isn't there, or returned something wrong.
+        UserError: an advantage, normalisation or filter of the user's isn't there, or returned something wrong.
     """
     answers = [
         Graded(
@@ -85,8 +88,15 @@ def try_batch(config: Config) -> None:
     prompt = Prompt(index=0, text="", ids=(0,), answer="")
     groups = [Group(prompt=prompt, responses=tuple(part)) for part in (answers, answers[:2])]
     algorithm = config.algorithm
-    with trying(f"algorithm.advantage: {algorithm.advantage}, algorithm.normalisation: {algorithm.normalisation}"):
+    with trying(f"algorithm.advantage: {algorithm.advantage}"):
+        columns = _columns(groups, config, None)
+        _advantages(columns, algorithm)
+    with trying(f"algorithm.normalisation: {algorithm.normalisation}"):
         make_batch(groups, config)
+    with trying(f"algorithm.group_filter: {algorithm.group_filter}"):
+        kept = load_filter(algorithm.group_filter)([0.0, 1.0])
+    if not isinstance(kept, bool):
+        raise UserError(f"algorithm.group_filter: {algorithm.group_filter} returned {kept!r}, not True or False")
 
 
 def untrained(groups: Sequence[Group]) -> list[TrainedResponse]:
@@ -116,6 +126,8 @@ def _columns(groups: Sequence[Group], config: Config, kl: Sequence[float] | None
         soft, budget = algorithm.soft_overlong, config.rollout.max_response_tokens
         rewards = rewards + soft_overlong_penalty(lengths, max_length=budget, buffer=soft.buffer, floor=soft.floor)
     if kl is not None:
+        if not math.isfinite(sum(kl)):
+            raise UserError("algorithm.kl: the divergence of a response is not finite; see megatron-rl replay")
         rewards = rewards - algorithm.kl.coef * torch.tensor(kl, dtype=torch.float64)
     untrained = scores.isnan()
     if algorithm.mask_truncated:
@@ -133,14 +145,7 @@ def _terms(
     columns: _Responses, config: Config, algorithm: AlgorithmConfig, cuts: Sequence[tuple[int, int]]
 ) -> tuple[Tensor, Tensor]:
     """Advantages and loss weights of all responses, `[responses]`, as `algorithm` has them."""
-    advantages = group_advantages(
-        columns.rewards,
-        columns.group_ids,
-        estimator=algorithm.advantage,
-        std_ddof=algorithm.std_ddof,
-        std_eps=algorithm.std_eps,
-        lengths=columns.lengths,
-    )
+    advantages = _advantages(columns, algorithm)
     weights = torch.zeros_like(columns.scores)
     for first, last in cuts:
         members = (columns.group_ids >= first) & (columns.group_ids < last)
@@ -151,6 +156,17 @@ def _terms(
             budget=config.rollout.max_response_tokens,
         )
     return advantages, weights
+
+
+def _advantages(columns: _Responses, algorithm: AlgorithmConfig) -> Tensor:
+    return group_advantages(
+        columns.rewards,
+        columns.group_ids,
+        estimator=algorithm.advantage,
+        std_ddof=algorithm.std_ddof,
+        std_eps=algorithm.std_eps,
+        lengths=columns.lengths,
+    )
 
 
 def _metrics(

@@ -154,12 +154,6 @@ def load_checkpoint(directory: Path, trainer: Trainer, state: RunState) -> None:
     trainer.updates_done = state.updates
 
 
-def load_weights(directory: Path, trainer: Trainer) -> None:
-    """Put the weights of a checkpoint into the model, and nothing else. A collective. Raises as `load_checkpoint`."""
-    loaded = _load(directory, {"model": trainer.model.sharded_state_dict(metadata=_metadata())})
-    trainer.model.load_state_dict(loaded["model"])
-
-
 def _load(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
     try:
         FileSystemReader(directory).read_metadata()  # torch would log a traceback on every rank and go on without

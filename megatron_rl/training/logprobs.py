@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of tokens when the vocabulary is split over tensor-parallel ranks.
 
-At 20,480 tokens and 152,064 ids fp32 logits alone are 12 GB, and a softmax makes several copies. The trainer never
-has them: `projected_logprobs` projects hidden states a chunk of tokens at a time, and again in backward, which costs one
-projection more (four instead of three).
+At 20,480 tokens and 152,064 ids the logits alone are 12 GB in fp32, and a softmax makes several copies. The trainer
+never has them: `projected_logprobs` projects hidden states a chunk of tokens at a time, and again in backward, which
+costs one projection more (four instead of three).
 """
 
 from collections.abc import Iterator

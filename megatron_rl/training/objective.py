@@ -1,13 +1,13 @@
 """The objective of one micro-batch: `sum_t w_t l_t`, with the loss that the config names and the terms around it."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast, get_type_hints
+from typing import Any, cast
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from torch import Tensor
 
 from megatron_rl.algorithms.corrections import correction_weights, mismatch_metrics
@@ -17,6 +17,9 @@ from megatron_rl.config import AlgorithmConfig
 from megatron_rl.errors import UserError
 from megatron_rl.functions import load_function, trying
 from megatron_rl.types import MicroBatch
+
+RESERVED = frozenset("batch train rollout eval seconds policy mismatch".split())
+"""First parts of the names of metrics that are not a loss's."""
 
 Loss = Callable[[LossInputs], LossOutput]
 
@@ -33,15 +36,25 @@ def load_loss(algorithm: AlgorithmConfig) -> Loss:
         signature.bind(None, **algorithm.loss_kwargs)
     except (TypeError, ValueError) as error:
         raise UserError(f"algorithm.loss_kwargs: {algorithm.loss}: {error}") from None
-    hints = get_type_hints(function) if inspect.isfunction(function) else {}
     values = dict(algorithm.loss_kwargs)
     for name, value in algorithm.loss_kwargs.items():
         try:
-            values[name] = TypeAdapter(hints.get(name, Any)).validate_python(value)
+            values[name] = _type_of(function, name).validate_python(value)
         except ValidationError as error:
             fault = error.errors()[0]["msg"]
             raise UserError(f"algorithm.loss_kwargs.{name}: {fault}, got {value!r} ({algorithm.loss})") from None
     return cast(Loss, partial(function, **values))
+
+
+def _type_of(function: Callable[..., object], parameter: str) -> TypeAdapter[Any]:
+    """What a parameter is annotated with; anything, where that is no type that can be checked, or can't be found."""
+    try:
+        annotation = inspect.signature(function).parameters[parameter].annotation
+        if isinstance(annotation, str):
+            annotation = eval(annotation, inspect.unwrap(function).__globals__)  # as typing.get_type_hints does
+        return TypeAdapter(Any if annotation is inspect.Parameter.empty else annotation)
+    except (KeyError, NameError, AttributeError, TypeError, SyntaxError, PydanticSchemaGenerationError):
+        return TypeAdapter(Any)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +118,9 @@ class Objective:
             losses = losses - algorithm.entropy_coef * inputs.entropies
         total = (torch.where(mask, losses, 0.0) * batch.weights.flatten()).sum()
         metrics["loss/objective"] = (total.detach().clone(), torch.ones(()))
-        taken = metrics.keys() & out.metrics.keys()
-        if taken:
-            raise UserError(f"algorithm.loss: it returned a metric {min(taken)!r}, which is the trainer's own")
+        for name in out.metrics:
+            if name in metrics or name.partition("/")[0] in RESERVED or name.startswith("share_"):
+                raise UserError(f"algorithm.loss: it returned a metric {name!r}, whose name is taken; loss/... is free")
         return total, metrics | out.metrics
 
     def _inputs(
@@ -191,6 +204,8 @@ def check_output(out: object, tokens: int) -> None:
         raise UserError(f"algorithm.loss: its losses are {shape}; one for each of {tokens} tokens is wanted")
     if not out.losses.requires_grad:
         raise UserError("algorithm.loss: its losses carry no gradient; they must come from inputs.logprobs")
+    if not isinstance(out.metrics, Mapping):
+        raise UserError(f"algorithm.loss: its metrics are {type(out.metrics).__name__}, not a mapping")
     for name, pair in out.metrics.items():
         if not (isinstance(pair, tuple) and len(pair) == 2 and all(_is_scalar(part) for part in pair)):
             raise UserError(f"algorithm.loss: its metric {name!r} is not (sum, weight), two tensors of one element")

@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron_rl.algorithms.kl import kl_estimates
 from megatron_rl.algorithms.losses import masked_mean
 from megatron_rl.config import Config
+from megatron_rl.errors import UserError
 from megatron_rl.resharding.gather import gather_hf
 from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.training import cpu
@@ -60,13 +61,21 @@ class Trainer:
         self.optimizer = build_optimizer(config.trainer, self.chunks)
         self.model.config.grad_scale_func = self.optimizer.scale_loss
         self.model.config.finalize_model_grads_func = _finalize_sums
-        self.use(config)
-        self.reference = ReferencePolicy(self.model) if config.algorithm.kl.wanted else None
         self.updates_done = 0
+        self.reference: ReferencePolicy | None = None
+        self.use(config)
 
     def use(self, config: Config) -> None:
-        """Go on with the objective of `config`, on the same model."""
+        """Go on with the objective of `config`, on the same model.
+
+        The reference policy is made when it is first asked for: before any optimizer step, or it is not that of the
+        beginning.
+        """
         self.config = config
+        if config.algorithm.kl.wanted and self.reference is None:
+            if self.updates_done:
+                raise RuntimeError("a reference policy is asked for after the first optimizer step")
+            self.reference = ReferencePolicy(self.model)
         self.objective = Objective(
             loss=load_loss(config.algorithm),
             algorithm=config.algorithm,
@@ -81,22 +90,38 @@ class Trainer:
         """The optimizer steps of one rollout step.
 
         Raises:
-            FloatingPointError: the gradient is not finite; the run must stop before a checkpoint is written.
+            UserError: loss or gradient is not finite; the run must stop before a checkpoint is written.
         """
-        trainer, updates = self.config.trainer, self.config.algorithm.updates_per_rollout
         shares = [self.share(update) for update in batch.updates]
         metrics = MeanMetrics()
         for number, (share, given) in enumerate(zip(shares, self.given(shares), strict=True)):
-            lr = learning_rate(trainer, self.updates_done, updates_per_rollout=updates)
-            set_rates(self.optimizer, lr=lr, weight_decay=trainer.weight_decay)
-            metrics.merge(self.gradients(share, given, first=number == 0))
-            _, norm, _ = self.optimizer.step()
-            if not math.isfinite(norm):
-                raise FloatingPointError(f"gradient norm is {norm} in optimizer step {self.updates_done + 1}")
-            self.updates_done += 1
-            metrics.add("train/grad_norm", float(norm))
-            metrics.add("train/lr", lr)
+            of_update = self.gradients(share, given, first=number == 0)
+            self.check_finite("objective", of_update.pairs["loss/objective"][0])
+            metrics.merge(of_update)
+            metrics.merge(self.step())
         return metrics
+
+    def step(self) -> MeanMetrics:
+        """An optimizer step with the gradients that `gradients` left.
+
+        Raises:
+            UserError: the gradient's norm is not finite.
+        """
+        trainer, updates = self.config.trainer, self.config.algorithm.updates_per_rollout
+        lr = learning_rate(trainer, self.updates_done, updates_per_rollout=updates)
+        set_rates(self.optimizer, lr=lr, weight_decay=trainer.weight_decay)
+        _, norm, _ = self.optimizer.step()
+        self.check_finite("gradient norm", norm)
+        self.updates_done += 1
+        return MeanMetrics({"train/grad_norm": (float(norm), 1.0), "train/lr": (lr, 1.0)})
+
+    def check_finite(self, name: str, value: float) -> None:
+        """Stop before a checkpoint is written. Raises UserError unless `value` is finite."""
+        if not math.isfinite(value):
+            raise UserError(
+                f"{name} is {value} in optimizer step {self.updates_done + 1}; nothing of this rollout step is saved; "
+                f"megatron-rl replay {self.config.run_dir} --step STEP says what it came from"
+            )
 
     def gradients(self, share: Share, given: Sequence[Given] = (), *, first: bool = True) -> MeanMetrics:
         """Forward and backward over one optimizer step; the gradient is left in the parameters' `main_grad`.

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from megatron_rl.training.objective import Given
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Graded, Group, Prompt, Response
 from tests.distributed.data import VOCABULARY, make_groups
-from tests.distributed.plain import Gradients, Plain, objective
+from tests.distributed.plain import Gradients, Plain, objective, with_kl_and_entropy
 
 VECTORS = json.loads((Path(__file__).parents[1] / "cases/loss_vectors.json").read_text())
 NORMALISATIONS = ("sequence_mean", "token_mean_group", "token_mean_batch", "constant")
@@ -25,6 +26,8 @@ MICRO_BATCH_SIZES = (1, 2, 4)
 BUDGET = 9
 RATIOS = {token: 0.61 + 0.05 * (7 * token % 19) for token in range(VOCABULARY)}
 """By token id, from 0.61 to 1.51: some are clipped on either side."""
+
+MOVED = 1.02
 
 MASKED = {"mask_truncated": True}
 
@@ -46,6 +49,9 @@ class Case:
     loss: float | None = None
     """What it must be; None: that of `expected`."""
 
+    moved: float | None = None
+    """All weights are multiplied by this: the policy is not the reference any more."""
+
     bound: float = 2e-6
     """Largest difference between layouts, relative to the gradient."""
 
@@ -61,7 +67,12 @@ def cases() -> dict[str, Case]:
                 algorithm={**MASKED, "loss": "gspo", "old_logprobs": "rollout"}, groups=make_groups()
             ),
             "kl_and_entropy": Case(
-                algorithm={**MASKED, "kl": {"coef": 0.1, "estimator": "k2"}, "entropy_coef": 0.01}, groups=make_groups()
+                algorithm={"kl": {"coef": 0.7, "estimator": "k2"}, "entropy_coef": 0.05},
+                groups=_graded(make_groups()),
+                moved=MOVED,
+                expected=lambda plain: with_kl_and_entropy(
+                    plain.scaled(MOVED), plain, _graded(make_groups()), kl=0.7, entropy=0.05
+                ),
             ),
             "corrected": Case(
                 algorithm={**MASKED, "correction": {"level": "sequence", "cap": 1.5}},
@@ -70,6 +81,16 @@ def cases() -> dict[str, Case]:
             ),
         }
     )
+
+
+def _graded(groups: list[Group]) -> list[Group]:
+    """Those that are graded and finished throughout."""
+    return [
+        group
+        for group in groups
+        if len(group.graded_scores) == len(group.responses)
+        and all(answer.response.finish_reason == "stop" for answer in group.responses)
+    ]
 
 
 def _normalisations() -> dict[str, Case]:
@@ -177,16 +198,30 @@ def compute(trainer: Trainer, config: Config, case: Case) -> float:
         values[section] = {**values[section], **new}
     values["algorithm"]["updates_per_rollout"] = 1
     trainer.use(Config.model_validate(values))
-    (update,) = make_batch(case.groups, trainer.config).updates
-    share = trainer.share(update)
-    if case.ratios is None:
-        (given,) = trainer.given([share])
-    else:
-        given = [
-            Given(sampled=current - _log_ratios(micro.labels, micro.mask, case.ratios))
-            for current, micro in zip(trainer.logprobs(share), share, strict=False)
-        ]
-    return trainer.gradients(share, given).values()["loss/objective"]
+    with _moved(trainer, case.moved or 1.0):
+        (update,) = make_batch(case.groups, trainer.config).updates
+        share = trainer.share(update)
+        if case.ratios is None:
+            (given,) = trainer.given([share])
+        else:
+            given = [
+                Given(sampled=current - _log_ratios(micro.labels, micro.mask, case.ratios))
+                for current, micro in zip(trainer.logprobs(share), share, strict=False)
+            ]
+        return trainer.gradients(share, given).values()["loss/objective"]
+
+
+@contextmanager
+def _moved(trainer: Trainer, factor: float) -> Iterator[None]:
+    """The policy with all its weights multiplied, inside."""
+    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.mul_(factor)
+    yield
+    with torch.no_grad():
+        for parameter, weights in zip(trainer.model.parameters(), before, strict=True):
+            parameter.copy_(weights)
 
 
 def _log_ratios(labels: Tensor, mask: Tensor, ratios: dict[int, float]) -> Tensor:

@@ -3,6 +3,7 @@
 Responses one by one through transformers, advantages and weights as the papers write them, plain autograd.
 """
 
+import copy
 import math
 import statistics
 from collections.abc import Callable
@@ -24,11 +25,27 @@ class Plain:
         self.model = Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float64)
         self.vocabulary, self.temperature = vocabulary, temperature
 
+    def distributions(self, prompt: tuple[int, ...], response: tuple[int, ...]) -> Tensor:
+        """Log-probs of all ids at the tokens of a response, `[tokens, ids]`, with gradient."""
+        logits = self.model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1, : self.vocabulary]
+        return (logits / self.temperature).log_softmax(-1)
+
     def logprobs(self, prompt: tuple[int, ...], response: tuple[int, ...]) -> Tensor:
         """Of the tokens of a response, `[tokens]`, with gradient."""
-        logits = self.model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1, : self.vocabulary]
-        logprobs = (logits / self.temperature).log_softmax(-1)
-        return logprobs.gather(-1, torch.tensor(response)[:, None])[:, 0]
+        return self.distributions(prompt, response).gather(-1, torch.tensor(response)[:, None])[:, 0]
+
+    def entropies(self, prompt: tuple[int, ...], response: tuple[int, ...]) -> Tensor:
+        """At the tokens of a response, in nats, `[tokens]`, with gradient."""
+        logprobs = self.distributions(prompt, response)
+        return -(logprobs.exp() * logprobs).sum(-1)
+
+    def scaled(self, factor: float) -> "Plain":
+        """The model with every weight multiplied: another policy."""
+        other = copy.deepcopy(self)
+        with torch.no_grad():
+            for parameter in other.model.parameters():
+                parameter.mul_(factor)
+        return other
 
     def gradients(self, loss: Tensor) -> Gradients:
         """Of a loss, by HF name."""
@@ -71,3 +88,31 @@ def objective(
             gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
             total = total - weight[normalisation](number, len(answer.response.ids)) * gain.sum()
     return total
+
+
+def with_kl_and_entropy(plain: Plain, reference: Plain, groups: list[Group], *, kl: float, entropy: float) -> Tensor:
+    """Token means of groups, on policy: −A, with k2 to the reference policy and less the entropy, at every token."""
+    total = torch.zeros((), dtype=torch.float64)
+    for group in groups:
+        scores = [answer.score for answer in group.responses]
+        mean, deviation = statistics.mean(scores), statistics.stdev(scores)
+        tokens = sum(len(answer.response.ids) for answer in group.responses)
+        for answer in group.responses:
+            prompt, response = group.prompt.ids, answer.response.ids
+            logprobs = plain.logprobs(prompt, response)
+            gain = (logprobs - logprobs.detach()).exp() * (answer.score - mean) / (deviation + 1e-6)
+            apart = (logprobs - reference.logprobs(prompt, response).detach()).square() / 2
+            losses = -gain + kl * apart - entropy * plain.entropies(prompt, response)
+            total = total + losses.sum() / (len(groups) * tokens)
+    return total
+
+
+def kl_of_responses(reference: Plain, groups: list[Group]) -> list[float]:
+    """k3 of the engine's log-probs to the reference policy, summed over each response."""
+    found = []
+    for group in groups:
+        for answer in group.responses:
+            expected = reference.logprobs(group.prompt.ids, answer.response.ids).detach()
+            apart = torch.tensor(answer.response.logprobs, dtype=torch.float64) - expected
+            found.append(float(((-apart).exp() - 1 + apart).sum()))
+    return found

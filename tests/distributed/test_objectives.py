@@ -3,8 +3,8 @@
 import pytest
 
 from tests.distributed import objectives
-from tests.distributed.data import VOCABULARY
-from tests.distributed.plain import Gradients, Plain
+from tests.distributed.data import VOCABULARY, make_groups
+from tests.distributed.plain import Gradients, Plain, kl_of_responses
 from tests.distributed.test_layouts import Launch, each_layout, launched, whole_gap
 
 __all__ = ["launched"]
@@ -37,3 +37,11 @@ def test_on_policy_grpo_has_a_loss_of_zero_and_a_gradient(launched: Launch) -> N
     gradients, loss = launched("single")[0]["untied"]["objectives"]["V2_grpo_eps0.2_on_policy"]
     assert loss == pytest.approx(0, abs=1e-7)
     assert all(tensor.norm() > 1e-4 for name, tensor in gradients.items() if not name.endswith("k_proj.bias"))
+
+
+@each_layout
+def test_the_divergence_of_each_response_is_that_of_one_process(launched: Launch, layout: str) -> None:
+    model = launched("single")[0]["models"]["untied"]
+    expected = kl_of_responses(Plain(model, vocabulary=VOCABULARY, temperature=0.8), make_groups())
+    for rank in launched(layout):
+        assert rank["untied"]["kl_of_responses"] == pytest.approx(expected, rel=1e-5)

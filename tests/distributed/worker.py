@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from transformers import Qwen2ForCausalLM
 
-from megatron_rl.config import Config
+from megatron_rl.config import AlgorithmConfig, Config
 from megatron_rl.resharding.gather import gather_hf
 from megatron_rl.resharding.hf_files import HfReader
 from megatron_rl.rollout.embedded import EmbeddedEngine
@@ -90,6 +90,9 @@ def check_model(config_of: Any, reference: Path) -> dict[str, Any]:
     for name, case in objectives.cases().items():
         loss = objectives.compute(trainer, config, case)
         results["objectives"][name] = (hf_named(trainer, lambda parameter: parameter.main_grad), loss)
+    in_reward = {"kl": {"coef": 0.1, "estimator": "k3", "place": "reward"}}
+    trainer.use(config.model_copy(update={"algorithm": AlgorithmConfig.model_validate(in_reward)}))
+    results["kl_of_responses"] = trainer.kl_of_responses(make_groups())
     trainer.use(config)
     results["engine"] = [engine_gaps(trainer, batch, version) for version in range(3)]
     results["resume"] = {

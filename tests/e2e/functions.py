@@ -1,8 +1,10 @@
 """Functions that the recipes of these tests name."""
 
+import math
+
 import torch
 
-from megatron_rl.algorithms.losses import LossInputs, LossOutput
+from megatron_rl.algorithms.losses import LossInputs, LossOutput, ppo_clip
 from megatron_rl.types import Prompt
 
 
@@ -17,3 +19,10 @@ def last_digit(prompt: Prompt, text: str, finished: bool) -> float:
     if prompt.index % 5 == 0:
         raise RuntimeError("this grader does not like prompts whose row is divisible by five")
     return float(text[-1:] == prompt.answer)
+
+
+def spoilt_off_policy(inputs: LossInputs) -> LossOutput:
+    """NaN for one group, as soon as the policy is not that which sampled: in the second optimizer step."""
+    losses = ppo_clip(inputs).losses
+    moved = (inputs.logprobs - inputs.old_logprobs).detach().abs() > 1e-6
+    return LossOutput(losses=torch.where(moved & (inputs.group_ids == 5), math.nan, losses))

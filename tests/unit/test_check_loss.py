@@ -117,7 +117,7 @@ def test_a_metric_with_a_name_of_the_trainer_is_refused_as_at_the_start_of_a_run
             losses=-inputs.logprobs, metrics={"policy/entropy": masked_mean(inputs.logprobs, inputs.mask)}
         )
 
-    assert "'policy/entropy', which is the trainer's own" in failure(loss, TAKEN)
+    assert "'policy/entropy', whose name is taken" in failure(loss, TAKEN)
 
 
 # ---- wrong ones: chance, memory, side effects

@@ -353,6 +353,8 @@ def test_one_of_two_that_exclude_each_other_is_taken(overrides: list[str], tmp_p
 
 LEARNED, NO_HOLD = "rests on rule-based rewards", "the gradient of k1 in the loss is 0 on average"
 
+SCALED = "it is scaled up to full size"
+
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
@@ -362,7 +364,8 @@ LEARNED, NO_HOLD = "rests on rule-based rewards", "the gradient of k1 in the los
         (["rewards.learned=true", "algorithm.kl.coef=0.1"], []),
         (["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k1"], [NO_HOLD]),
         (["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k1", "rewards.learned=true"], [NO_HOLD]),
-        (["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k1", "algorithm.kl.place=reward"], []),
+        (["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k1", "algorithm.kl.place=reward"], [SCALED]),
+        (["algorithm.kl.coef=0.1", "algorithm.kl.place=reward", "algorithm.advantage=dr_grpo"], []),
         (["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k2"], []),
         (["algorithm.kl.coef=0", "algorithm.kl.estimator=k1"], []),
     ],
