@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import accumulate, product
-from typing import Any, Literal, NamedTuple
+from itertools import product
+from threading import Barrier, BrokenBarrierError
+from typing import Literal, NamedTuple
 
 import torch
 import yaml
@@ -16,16 +18,20 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
 from megatron_rl.algorithms.losses import LossInputs, LossOutput
+from megatron_rl.check_loss_inputs import EXAMPLES, Example
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.errors import UserError
 from megatron_rl.training import objective
-from megatron_rl.training.objective import Loss, Objective, check_output, load_loss, sum_over_responses
+from megatron_rl.training.objective import Loss, Objective, check_output, load_loss
 
 TOLERANCE = 1e-6
 """How far equal things may be apart, relative to all of them: inputs are float64, a loss may compute in float32."""
 NUDGE, NEAR = 1e-3, 0.02
 """Of finite differences: the step, and how far slopes may be apart, relatively; what a `detach` does is larger."""
 OURS = (__file__, objective.__file__)
+PATIENCE_S = 2.0
+"""How long one of two ranks waits for the other."""
+
 PRECONDITIONS = 4
 """If one of the first checks fails, the others would fail for the same reason and are left out."""
 
@@ -170,6 +176,15 @@ def _split(loss: Loss) -> str | None:
     return None
 
 
+def _context(loss: Loss) -> str | None:
+    for example in EXAMPLES:
+        what = (
+            "with every other token on another context-parallel rank; only inputs.sequence_sum sees all of a response"
+        )
+        _compare(example, _on_two_ranks(loss, example), _evaluate(loss, example), what)
+    return None
+
+
 def _order(loss: Loss) -> str | None:
     for example in EXAMPLES:
         backwards = _evaluate(loss, example, [example.parts(1)[0][::-1]])
@@ -213,6 +228,7 @@ CHECKS: Mapping[str, Callable[[Loss], str | None]] = {
     "tokens outside the mask do not matter": _mask,
     "gradient is that of finite differences": _slopes,
     "the same in several micro-batches": _split,
+    "the same on context-parallel ranks": _context,
     "the same in another order": _order,
     "metrics add up over micro-batches": _metrics,
     "works without reference log-probs": _without_reference,
@@ -252,6 +268,46 @@ def _evaluate(
     return _Outcome(losses, gradient, torch.cat(stray), metrics)
 
 
+def _on_two_ranks(loss: Loss, example: Example) -> _Outcome:
+    """Each response's tokens in turn on two ranks, threads here, that wait for one another in `sequence_sum`."""
+    inputs, numbers = example.lay(example.parts(1)[0])
+    barrier, sums = Barrier(2, timeout=PATIENCE_S), [torch.zeros(0)] * 2
+
+    def rank(number: int) -> tuple[LossInputs, LossOutput]:
+        part = {name: of[number::2] for name, of in vars(inputs).items() if isinstance(of, Tensor)}
+        part["logprobs"] = part["logprobs"].detach().clone().requires_grad_()
+        ids = part["response_ids"]
+
+        def summed(values: Tensor) -> Tensor:
+            held = torch.where(ids >= 0, values, 0.0)
+            sums[number] = held.new_zeros(len(example.lengths) + 1).index_add(0, ids + 1, held)
+            barrier.wait()
+            total = sums[0] + sums[1]
+            barrier.wait()
+            return total[ids + 1]
+
+        mine = replace(inputs, **part, sequence_sum=summed)
+        return mine, _call(loss, example, mine)
+
+    with ThreadPoolExecutor(2) as pool, _default_dtype(inputs.logprobs.dtype):  # of the process, not of a thread
+        try:
+            parts = list(pool.map(rank, range(2)))
+        except _Fault as fault:
+            if isinstance(fault.__cause__, BrokenBarrierError):
+                text = "it calls inputs.sequence_sum on one context-parallel rank more often than on another"
+                raise _Fault(f"{text}, which would wait for ever, for {example}") from None
+            raise
+    losses, gradient = torch.zeros_like(example.weights), torch.zeros_like(example.weights)
+    weights = torch.cat((example.weights, torch.zeros(1)))[numbers]
+    columns = [torch.where(of.mask, out.losses, 0.0) * weights[n::2] for n, (of, out) in enumerate(parts)]
+    total = torch.cat(columns).sum()
+    by = torch.autograd.grad(total, [of.logprobs for of, _ in parts], allow_unused=True, materialize_grads=True)
+    for n, (of, out) in enumerate(parts):
+        trained = numbers[n::2][of.mask]
+        losses[trained], gradient[trained] = out.losses.detach()[of.mask].double(), by[n][of.mask].double()
+    return _Outcome(losses, gradient, torch.zeros(0), {})
+
+
 def _objective(loss: Loss, example: Example, token: int = 0, nudge: float = 0.0) -> float:
     """The weighted sum, with another log-prob of one token."""
     logprobs = example.columns["logprobs"].clone()
@@ -271,110 +327,30 @@ def _compare(example: Example, found: _Outcome, expected: _Outcome, what: str) -
 
 
 def _call(loss: Loss, example: Example, inputs: LossInputs) -> LossOutput:
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(inputs.logprobs.dtype)  # of tensors that the loss makes
     try:
-        out = loss(inputs)
+        with _default_dtype(inputs.logprobs.dtype):
+            out = loss(inputs)
         check_output(out, len(inputs.mask))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _Fault(f"{_describe(error)}, for {example}") from error
-    finally:
-        torch.set_default_dtype(default)
     return out
 
 
-def _describe(error: Exception) -> str:
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Of tensors that the loss makes."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _describe(error: BaseException) -> str:
     """Type, message, and the last line of the user's file: not ours, and not what that line called."""
     if isinstance(error, UserError):
         return str(error).removeprefix("algorithm.loss: ")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in OURS]
     lines = [f" ({one.filename}:{one.lineno}: {one.line})" for one in frames if one.filename == frames[0].filename]
     return f"{type(error).__name__}: {error}" + (lines[-1] if lines else "")
-
-
-# ---- inputs
-
-
-@dataclass(frozen=True, kw_only=True)
-class Example:
-    """A named input: values of the trained tokens, response after response, three responses to a group."""
-
-    name: str
-    lengths: tuple[int, ...]
-    columns: Mapping[str, Tensor]
-    """`[trained tokens]`, by field of `LossInputs`."""
-
-    weights: Tensor
-    """1/(responses × length), `[trained tokens]`."""
-
-    def __str__(self) -> str:
-        return f'input "{self.name}"'
-
-    def parts(self, count: int) -> list[range]:
-        """Its responses dealt out to `count` micro-batches."""
-        return [range(first, len(self.lengths), count) for first in range(count)]
-
-    def at(self, token: int) -> str:
-        """Where a trained token is, and what."""
-        response = next(n for n, end in enumerate(accumulate(self.lengths)) if token < end)
-        figures = ", ".join(f"{name} {self.columns[name][token]:.4g}" for name in COLUMNS[:2] + COLUMNS[4:5])
-        return f"at token {token - sum(self.lengths[:response])} of response {response} ({figures})"
-
-    def lay(self, chosen: Sequence[int], outside: float = 0.0) -> tuple[LossInputs, Tensor]:
-        """A micro-batch of the chosen responses, as the trainer lays it out.
-
-        Returns:
-            What the loss gets, with masked tokens before, between and after responses; and `[tokens]`: which trained
-            token of the example each is, -1 outside the mask.
-        """
-        ends = list(accumulate(self.lengths))
-        rows = [(-1, -1, -1)] * 3
-        for place, one in enumerate(chosen):
-            rows += [(number, place, one // 3) for number in range(ends[one] - self.lengths[one], ends[one])]
-            rows += [(-1, -1, -1)] * (1 + one % 3)
-        numbers, ids, groups = torch.tensor(rows).T
-        fields: dict[str, Any] = {
-            name: torch.cat((of, of.new_tensor([outside])))[numbers] for name, of in self.columns.items()
-        }
-        fields["logprobs"] = fields["logprobs"].requires_grad_().clone()  # no leaf, as in the trainer
-        summed = partial(sum_over_responses, ids=ids, responses=len(ends))
-        return LossInputs(**fields, mask=ids >= 0, response_ids=ids, group_ids=groups, sequence_sum=summed), numbers
-
-
-COLUMNS = ("logprobs", "old_logprobs", "rollout_logprobs", "reference_logprobs", "advantages", "entropies")
-
-
-def _examples() -> list[Example]:
-    lengths = (1, 3, 7, 9, 2, 5, 8, 4, 6)
-    by_response = torch.tensor([1.5, -0.5, 0.0, 1.0, -1.0, 0.25, -2.0, 0.5, 0.0]).double()
-    advantages = by_response.repeat_interleave(torch.tensor(lengths))
-    noise = torch.randn(5, sum(lengths), generator=torch.Generator().manual_seed(0)).double()
-    now, engine, first = -noise[0].abs() - 1.5, 0.03 * noise[2], torch.zeros(sum(lengths)).double()
-    old = now + 0.3 * noise[1]
-    first[[0, *accumulate(lengths[:-1])]] = 20.0  # in each response
-
-    def example(
-        name: str, logprobs: Tensor, old: Tensor, rollout: Tensor, scale: float = 1, responses: int = 9
-    ) -> Example:
-        values = (logprobs, old, rollout, old + 0.1 * noise[3], scale * advantages, noise[4].abs())
-        tokens = sum(lengths[:responses])
-        columns = {of: value[:tokens] for of, value in zip(COLUMNS, values, strict=True)}
-        weights = torch.tensor([1 / (responses * length) for length in lengths[:responses] for _ in range(length)])
-        return Example(name=name, lengths=lengths[:responses], columns=columns, weights=weights.double())
-
-    low, high = torch.full_like(now, -50.0), torch.full_like(now, -1e-6)
-    return [
-        example("on-policy", now, now, now + engine),
-        example("off-policy", now, old, old + engine),
-        example("log-probs of -50", low, low, low),
-        example("log-probs of -1e-6", high, high, high),
-        example("log-ratio of 20", now, now - first, now - first),
-        example("log-ratio of -20", now - first, now, now),
-        example("engine 20 below the trainer", now, now, now - first),
-        example("advantages of 1000", now, old, old + engine, scale=500),
-        example("one trained token", now, old, old, responses=1),
-        example("no trained token", now, old, old, responses=0),
-    ]
-
-
-EXAMPLES = _examples()

@@ -65,6 +65,8 @@ def read_batch(path: Path) -> tuple[list[Group], list[float] | None]:
             zip(columns["prompt_index"].tolist(), _cut(columns["prompt_ids"], columns["prompt_lengths"]), strict=True)
         )
         lengths = columns["lengths"]
+        if int(columns["group_sizes"].sum()) != len(lengths):
+            raise ValueError("group_sizes do not add up to the number of responses")
         per_token = [_cut(columns[name], lengths) for name in ("ids", "logprobs", "weight_versions")]
         rest = (columns["finish"].tolist(), columns["scores"].tolist())
         answers = iter(zip(*per_token, *rest, strict=True))

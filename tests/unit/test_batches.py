@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megatron_rl.errors import UserError
 from megatron_rl.telemetry.batches import read_batch, write_batch
@@ -53,5 +54,16 @@ def test_a_file_that_is_no_batch_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=str(path)):
         read_batch(path)
     path.write_bytes(b"no batch")
+    with pytest.raises(UserError, match=str(path)):
+        read_batch(path)
+
+
+@pytest.mark.parametrize("column", ["lengths", "finish", "group_sizes", "prompt_lengths"])
+def test_a_damaged_column_is_one_line(column: str, tmp_path: Path) -> None:
+    path = tmp_path / "b.safetensors"
+    write_batch(path, GROUPS, None)
+    columns = load_file(path)
+    columns[column] = columns[column] + 9
+    save_file(columns, path)
     with pytest.raises(UserError, match=str(path)):
         read_batch(path)

@@ -27,7 +27,7 @@ from megatron_rl.check_loss import CHECKS, EXAMPLES, PRECONDITIONS, check_loss
 
 Loss = Callable[[LossInputs], LossOutput]
 SHAPES, DEPENDS, PURE, TAKEN = list(CHECKS)[:PRECONDITIONS]
-FINITE, MASK, SLOPES, SPLIT, ORDER, METRICS, REFERENCE = list(CHECKS)[PRECONDITIONS:]
+FINITE, MASK, SLOPES, SPLIT, CONTEXT, ORDER, METRICS, REFERENCE = list(CHECKS)[PRECONDITIONS:]
 
 
 def verdicts(loss: Loss) -> dict[str, str]:
@@ -209,7 +209,7 @@ def scaled_by_the_batch(inputs: LossInputs) -> LossOutput:
 @pytest.mark.parametrize("loss", [own_mean, baseline_of_the_group, scaled_by_the_batch])
 def test_losses_that_look_at_other_responses_depend_on_the_split(loss: Loss) -> None:
     found = verdicts(loss)
-    assert set(found) == {SPLIT}
+    assert set(found) - {CONTEXT} == {SPLIT}  # some see only a part of the batch on a context-parallel rank
     assert 'for input "on-policy" at token ' in found[SPLIT]
     assert "in 2 micro-batches instead of one" in found[SPLIT]
 
@@ -311,7 +311,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 def test_the_command_prints_a_line_for_each_check(command: Any) -> None:
     code, said = command("losses_of_a_user:scaled", "scale=3e-1")
     assert code == 0
-    assert said.splitlines() == [*(f"ok   {name}" for name in CHECKS), "0 of 11 checks failed"]
+    assert said.splitlines() == [*(f"ok   {name}" for name in CHECKS), "0 of 12 checks failed"]
     code, said = command("cispo", "clip_high=3", "clip_low=null")
     assert (code, said.count("\nnote ")) == (0, 1)
 
@@ -320,7 +320,7 @@ def test_a_broken_loss_is_exit_code_1(command: Any, tmp_path: Path) -> None:
     code, said = command("losses_of_a_user:broken")
     assert code == 1
     assert f"AttributeError: 'LossInputs' object has no attribute 'logprob' ({tmp_path}/losses_of_a_user.py:9: " in said
-    assert said.endswith("\n1 of 1 checks failed; 10 more wait for that one\n")
+    assert said.endswith("\n1 of 1 checks failed; 11 more wait for that one\n")
     assert "Traceback" not in said
 
 
@@ -359,3 +359,32 @@ def test_what_the_page_shows_is_what_the_command_prints(
         with pytest.raises(SystemExit):
             cli.main()
         assert capsys.readouterr().out == printed
+
+
+def test_sums_of_ones_own_see_only_what_a_rank_holds() -> None:
+    def own_sum(inputs: LossInputs) -> LossOutput:
+        ids = inputs.response_ids + 1
+        sums = inputs.logprobs.new_zeros(int(ids.max()) + 1).index_add(0, ids, inputs.logprobs)
+        return output(inputs, lambda losses: losses * sums[ids].detach())
+
+    assert "only inputs.sequence_sum sees all of a response" in failure(own_sum, CONTEXT)
+
+
+def test_the_token_before_may_lie_on_another_rank() -> None:
+    def smoothed(inputs: LossInputs) -> LossOutput:
+        same = inputs.response_ids.roll(1) == inputs.response_ids
+        before = torch.where(same, inputs.logprobs.roll(1).detach(), 0.0)
+        return output(inputs, lambda losses: losses * before)
+
+    assert "on another context-parallel rank" in failure(smoothed, CONTEXT)
+
+
+def test_ranks_that_call_sequence_sum_unequally_often_would_wait_for_ever() -> None:
+    def conditional(inputs: LossInputs) -> LossOutput:
+        if not inputs.mask.any():
+            return output(inputs, lambda losses: losses)
+        lengths = inputs.sequence_sum(inputs.mask.to(inputs.logprobs.dtype)).clamp(min=1)
+        return output(inputs, lambda losses: losses / lengths)
+
+    assert "calls inputs.sequence_sum on one context-parallel rank more often" in failure(conditional, CONTEXT)
+    assert torch.get_default_dtype() == torch.float32

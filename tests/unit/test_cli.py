@@ -131,6 +131,7 @@ def test_docs_are_the_table_of_options(command: Command) -> None:
         ("algorithm.normalisation=math:floor", "algorithm.normalisation: math:floor: TypeError"),
         ("algorithm.soft_overlong.floor=0", "algorithm.soft_overlong.floor: "),
         ("algorithm.correction.floor=0.5", "algorithm.correction.floor is for mode=mask"),
+        ("algorithm.group_filter=math:fsum", "algorithm.group_filter: math:fsum returned 1.0, not True or False"),
         ("run_dir=/dev/null", "run_dir: /dev/null is not a directory"),
         ("seed=4294967296", "seed: "),
         ("algorithm.loss_kwargs.clip_low=null", "algorithm.loss_kwargs.clip_low: "),

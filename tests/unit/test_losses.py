@@ -228,3 +228,14 @@ def test_a_loss_may_have_no_metrics_and_outputs_share_none() -> None:
     one, other = LossOutput(losses=double([1.0])), LossOutput(losses=double([1.0]))
     assert one.metrics == {}
     assert one.metrics is not other.metrics
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo"])
+@pytest.mark.parametrize("change", [-1000.0, -100.0, 100.0, 1000.0])
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+def test_a_hopeless_log_ratio_stays_finite(name: str, change: float, advantage: float) -> None:
+    """exp of more than 88 is infinite in float32, and inf · 0 is NaN."""
+    inputs = loss_inputs(torch.tensor([change, 0.0]), torch.tensor([advantage, advantage]))
+    losses = LOSSES[name](inputs).losses
+    assert losses.isfinite().all()
+    assert gradient(inputs, losses.sum()).isfinite().all()

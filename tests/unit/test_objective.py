@@ -626,3 +626,31 @@ def test_the_gradient_of_an_entropy_bonus_is_that_of_a_plain_softmax(
     assert torch.allclose(logits.grad.double(), plain.grad, rtol=1e-4, atol=1e-7)
     assert logits.grad[..., VOCABULARY:].eq(0).all()
     assert entropies.tolist() == [pytest.approx(row, abs=1e-5) for row in entropy.tolist()]
+
+
+class Own:
+    """No type that pydantic can check."""
+
+
+def hinted(inputs: "NotImported", *, scale: Own = 2.0) -> LossOutput:  # type: ignore[name-defined, assignment]  # noqa: F821
+    """As under `if TYPE_CHECKING: from ... import NotImported`."""
+    return LossOutput(losses=float(scale) * inputs.logprobs)  # type: ignore[arg-type]
+
+
+def test_hints_that_can_not_be_checked_are_let_be() -> None:
+    loss = load_loss(AlgorithmConfig(loss=f"{__name__}:hinted", loss_kwargs={"scale": 3}))
+    Objective(loss=loss, algorithm=AlgorithmConfig()).try_out(torch.device("cpu"))
+
+
+def test_a_number_that_yaml_made_a_string_reaches_the_loss_as_a_number() -> None:
+    loss = load_loss(AlgorithmConfig(loss="ppo_clip", loss_kwargs={"clip_low": "0.2"}))
+    Objective(loss=loss, algorithm=AlgorithmConfig()).try_out(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["batch/reward", "train/grad_norm", "share_this/mine", "eval/accuracy"])
+def test_a_metric_of_another_part_of_the_run_is_not_a_losss_to_add_to(name: str) -> None:
+    def own(inputs: LossInputs) -> LossOutput:
+        return LossOutput(losses=inputs.logprobs, metrics={name: (torch.ones(()), torch.ones(()))})
+
+    with pytest.raises(UserError, match="whose name is taken"):
+        Objective(loss=own, algorithm=AlgorithmConfig()).try_out(torch.device("cpu"))
