@@ -46,7 +46,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launch:
                 str(directory),
             ]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=480, env=environment)
             assert ended.returncode == 0, ended.stderr[-4000:]
             done[layout] = [
                 torch.load(directory / layout / f"rank_{rank}.pt", weights_only=False)

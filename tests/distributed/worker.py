@@ -187,10 +187,10 @@ def engine_gaps(trainer: Trainer, batch: TrainBatch, version: int) -> dict[str, 
     asked = [scored(prompt, answers[number].ids, number) for number, prompt in enumerate(prompts)]
     share = trainer.share([replace(one, rollout_logprobs=answers[one.number].logprobs) for one in asked])
     gaps, greedy = [], True
-    for micro, mine, best in zip(share, trainer.logprobs(share), best_logprobs(trainer, share), strict=False):
+    for micro, mine, top in zip(share, trainer.logprobs(share), are_likeliest(trainer, share), strict=False):
         if micro.mask.any():
             gaps.append(float((mine - micro.rollout_logprobs)[micro.mask].abs().max()))
-            greedy &= bool((best - mine)[micro.mask].abs().max() < 1e-6)
+            greedy &= bool(top[micro.mask].all())
     metrics = trainer.train(batch)
     return {
         "logprob_gap": max(gaps) if gaps else None,
@@ -200,13 +200,14 @@ def engine_gaps(trainer: Trainer, batch: TrainBatch, version: int) -> dict[str, 
     }
 
 
-def best_logprobs(trainer: Trainer, share: Share) -> list[torch.Tensor]:
-    """The highest log-probability of any token at each position, by scoring every token as if it were the label."""
-    best: list[torch.Tensor] = []
-    for token in range(VOCABULARY):
-        found = trainer.logprobs(tuple(replace(micro, labels=torch.full_like(micro.labels, token)) for micro in share))
-        best = [torch.maximum(*pair) for pair in zip(best, found, strict=True)] if best else found
-    return best
+def are_likeliest(trainer: Trainer, share: Share) -> list[torch.Tensor]:
+    """Whether no token is likelier than the label, at each position."""
+
+    def keep(batch: MicroBatch, number: int, output: torch.Tensor) -> Any:
+        return output.sum() * 0, torch.zeros((), dtype=torch.int), trainer._score(output, batch)[2]
+
+    with torch.no_grad():
+        return trainer._run(share, keep, forward_only=True)
 
 
 def resume_gaps(config: Config, batch: TrainBatch) -> dict[str, float]:
