@@ -56,7 +56,7 @@ def share_of_rank(
 def pack(responses: Sequence[TrainedResponse], place: Place) -> MicroBatch:
     """One micro-batch; without responses it is padding alone."""
     lengths = [_padded(one, place) for one in responses] or [_multiple(place)]
-    lengths[-1] += -sum(lengths) % (_multiple(place) * place.tensor_ranks)
+    lengths[-1] += _filled(sum(lengths), place) - sum(lengths)
     starts = [0, *accumulate(lengths)]
     total = starts[-1]
     tokens, labels = (torch.zeros(total, dtype=torch.int64) for _ in range(2))
@@ -113,7 +113,8 @@ def _cut(
     tokens = 0
     for one in responses:
         length = _padded(one, place)
-        if not runs or len(runs[-1]) == size or (max_tokens is not None and tokens + length > max_tokens):
+        too_long = max_tokens is not None and _filled(tokens + length, place) > max_tokens
+        if not runs or len(runs[-1]) == size or too_long:
             runs.append([])
             tokens = 0
         runs[-1].append(one)
@@ -128,6 +129,12 @@ def _length(one: TrainedResponse) -> int:
 def _padded(one: TrainedResponse, place: Place) -> int:
     multiple = _multiple(place)
     return -(-_length(one) // multiple) * multiple
+
+
+def _filled(tokens: int, place: Place) -> int:
+    """Tokens of a micro-batch with the padding by which sequence parallelism splits it evenly."""
+    multiple = _multiple(place) * place.tensor_ranks
+    return -(-tokens // multiple) * multiple
 
 
 def _multiple(place: Place) -> int:

@@ -160,14 +160,28 @@ def test_ranks_get_like_lengths() -> None:
     st.integers(1, 4),
     st.integers(1, 4),
     st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 2, 8]),
     st.sampled_from([None, 3, 9, 20]),
 )
 def test_any_update_is_dealt_out_whole(
-    sizes: list[tuple[int, int, float]], ranks: int, size: int, context_ranks: int, max_tokens: int | None
+    sizes: list[tuple[int, int, float]],
+    ranks: int,
+    size: int,
+    context_ranks: int,
+    tensor_ranks: int,
+    max_tokens: int | None,
 ) -> None:
     update = [sequence(number, *of_one) for number, of_one in enumerate(sizes)]
     of_context = [
-        shares(update, ranks, size, max_tokens, context_ranks=context_ranks, context_rank=context_rank)
+        shares(
+            update,
+            ranks,
+            size,
+            max_tokens,
+            context_ranks=context_ranks,
+            context_rank=context_rank,
+            tensor_ranks=tensor_ranks,
+        )
         for context_rank in range(context_ranks)
     ]
     batches = [batch for all_shares in of_context for share in all_shares for batch in share]
@@ -180,3 +194,4 @@ def test_any_update_is_dealt_out_whole(
         assert batch.responses <= size
         assert batch.responses <= 1 or max_tokens is None or sum(batch.lengths) <= max_tokens
         assert batch.tokens.shape[1] * context_ranks == sum(batch.lengths)
+        assert batch.tokens.shape[1] % tensor_ranks == 0
