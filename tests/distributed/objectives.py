@@ -70,8 +70,8 @@ def cases() -> dict[str, Case]:
                 algorithm={"kl": {"coef": 0.7, "estimator": "k2"}, "entropy_coef": 0.05},
                 groups=_graded(make_groups()),
                 moved=MOVED,
-                expected=lambda plain: with_kl_and_entropy(
-                    plain.scaled(MOVED), plain, _graded(make_groups()), kl=0.7, entropy=0.05
+                expected=lambda policy: with_kl_and_entropy(
+                    policy, policy.scaled(1 / MOVED), _graded(make_groups()), kl=0.7, entropy=0.05
                 ),
             ),
             "corrected": Case(
@@ -236,6 +236,7 @@ def expected(plain: Plain) -> dict[str, tuple[Gradients, float]]:
     found = {}
     for name, case in cases().items():
         if case.expected:
-            total = case.expected(plain)
-            found[name] = (plain.gradients(total), float(total.detach()) if case.loss is None else case.loss)
+            policy = plain.scaled(case.moved or 1.0)
+            total = case.expected(policy)
+            found[name] = (policy.gradients(total), float(total.detach()) if case.loss is None else case.loss)
     return found

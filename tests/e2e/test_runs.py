@@ -127,9 +127,9 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(job: Job) -> None:
 
 
 def test_two_runs_in_one_directory_are_refused(job: Job) -> None:
-    first = start(job.command("twice", "steps=30", DP2))
+    first = start(job.command("twice", "steps=3000", DP2))
     wait_for_steps(job.directory / "twice", 1)
-    refusal(job.command("twice", "steps=30", DP2), "error: run_dir: another run is writing to ")
+    refusal(job.command("twice", "steps=3000", DP2), "error: run_dir: another run is writing to ")
     first.send_signal(signal.SIGTERM)
     first.communicate(timeout=60)
     assert first.returncode == 75
