@@ -30,7 +30,7 @@ def test_gradients_and_loss_equal_one_process(
         if case in plain:
             expected, loss_of_plain = plain[case]
             assert loss == pytest.approx(loss_of_plain, abs=1e-6)
-            assert whole_gap(gradients, expected) < 4e-6  # float32 against float64
+            assert whole_gap(gradients, expected) < max(4e-6, objectives.cases()[case].bound)  # float32 against float64
 
 
 def test_on_policy_grpo_has_a_loss_of_zero_and_a_gradient(launched: Launch) -> None:
