@@ -175,7 +175,7 @@ def _steps(trainer: Trainer, batch: TrainBatch, groups: Sequence[Group]) -> tupl
             known = _by_response(share, given)
             members = {one.number for one in batch.updates[number]}
             for one, where in _named(batch, groups):
-                if one.number in members and one.weight and len(problems) < MOST_PROBLEMS:
+                if one.number in members and len(problems) < MOST_PROBLEMS:
                     problem = _problem_of_trainer(trainer, one, known[one.number], first=number == 0)
                     problems += [f"optimizer step {number + 1}, {where}: {problem}"] if problem else []
             break

@@ -12,10 +12,11 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import Config, doubts
+from megatron_rl.config import Config
 from megatron_rl.config_files import dump_config
 from megatron_rl.data.prompts import load_prompts, load_tokenizer, usable_ids
 from megatron_rl.data.stream import PromptStream
+from megatron_rl.doubts import doubts
 from megatron_rl.errors import UserError
 from megatron_rl.files import replace_text
 from megatron_rl.phases import Phases
@@ -161,6 +162,8 @@ class Run:
                 message = [act()]
             except UserError as error:
                 message = [error]
+            except OSError as error:  # the others wait: tell them too
+                message = [UserError(f"run_dir: {error}")]
         dist.broadcast_object_list(message, src=0)
         if isinstance(message[0], UserError):
             raise message[0]

@@ -59,7 +59,7 @@ def _type_of(function: Callable[..., object], parameter: str) -> TypeAdapter[Any
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """Log-probabilities of a micro-batch's labels, `[batch, seq]`, that were computed before this optimizer step."""
+    """Log-probabilities of a micro-batch's labels, `[1, tokens]`, that were computed before this optimizer step."""
 
     sampled: Tensor | None = None
     """By the trainer, with the weights that sampled; None: the current ones are those, or nobody computed them."""
@@ -83,9 +83,9 @@ class Objective:
         """The objective of a micro-batch, and its metrics as (sum, weight).
 
         Args:
-            batch: the micro-batch, tensors `[batch, seq]`.
-            logprobs: of the labels under the current policy, `[batch, seq]`, with gradient.
-            entropies: of the distributions they were drawn from, `[batch, seq]`.
+            batch: the micro-batch, tensors `[1, tokens]`.
+            logprobs: of the labels under the current policy, `[1, tokens]`, with gradient.
+            entropies: of the distributions they were drawn from, `[1, tokens]`.
             given: what was computed before.
             first: whether the weights are still those that sampled; then trainer and engine should agree.
 

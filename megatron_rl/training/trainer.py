@@ -96,7 +96,7 @@ class Trainer:
         metrics = MeanMetrics()
         for number, (share, given) in enumerate(zip(shares, self.given(shares), strict=True)):
             of_update = self.gradients(share, given, first=number == 0)
-            self.check_finite("objective", of_update.pairs["loss/objective"][0])
+            self._check_finite("objective", of_update.pairs["loss/objective"][0])
             metrics.merge(of_update)
             metrics.merge(self.step())
         return metrics
@@ -111,11 +111,11 @@ class Trainer:
         lr = learning_rate(trainer, self.updates_done, updates_per_rollout=updates)
         set_rates(self.optimizer, lr=lr, weight_decay=trainer.weight_decay)
         _, norm, _ = self.optimizer.step()
-        self.check_finite("gradient norm", norm)
+        self._check_finite("gradient norm", norm)
         self.updates_done += 1
         return MeanMetrics({"train/grad_norm": (float(norm), 1.0), "train/lr": (lr, 1.0)})
 
-    def check_finite(self, name: str, value: float) -> None:
+    def _check_finite(self, name: str, value: float) -> None:
         """Stop before a checkpoint is written. Raises UserError unless `value` is finite."""
         if not math.isfinite(value):
             raise UserError(
@@ -148,7 +148,7 @@ class Trainer:
         return metrics
 
     def logprobs(self, share: Share) -> list[Tensor]:
-        """Log-probabilities of the labels of each micro-batch, `[batch, seq]`; on the last pipeline stage, else []."""
+        """Log-probabilities of the labels of each micro-batch, `[1, tokens]`; on the last pipeline stage, else []."""
 
         def keep(batch: MicroBatch, number: int, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return output.new_zeros(()), torch.zeros((), dtype=torch.int), self._score(output, batch)[0]

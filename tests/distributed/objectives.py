@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.losses import LossInputs, LossOutput, masked_mean
 from megatron_rl.config import Config
 from megatron_rl.training.batch import make_batch
 from megatron_rl.training.objective import Given
@@ -63,9 +64,8 @@ def cases() -> dict[str, Case]:
         | _vectors()
         | {
             "a_rank_without_tokens": _case("token_mean_group", make_groups()[2:3], 1, off_policy=False),
-            "sequence_level": Case(
-                algorithm={**MASKED, "loss": "gspo", "old_logprobs": "rollout"}, groups=make_groups()
-            ),
+            "sequence_level": _of_response("gspo", clip_low=0.1, clip_high=0.1),
+            "through_the_sum": _of_response(f"{__name__}:through_the_sum", clip=0.1),
             "kl_and_entropy": Case(
                 algorithm={"kl": {"coef": 0.7, "estimator": "k2"}, "entropy_coef": 0.05},
                 groups=_graded(make_groups()),
@@ -112,6 +112,27 @@ def _case(mode: str, groups: list[Group], size: int, *, off_policy: bool) -> Cas
         ratios=ratios,
         expected=lambda plain: objective(plain, groups, mode, budget=BUDGET, ratios=ratios or {}),
     )
+
+
+def _of_response(loss: str, **loss_kwargs: float) -> Case:
+    """One ratio for a response, whose tokens context parallelism puts on several ranks."""
+    mode = "token_mean_group"
+    return Case(
+        algorithm={**MASKED, "normalisation": mode, "loss": loss, "loss_kwargs": loss_kwargs},
+        groups=make_groups(),
+        ratios=RATIOS,
+        expected=lambda plain: objective(
+            plain, make_groups(), mode, budget=BUDGET, ratios=RATIOS, clip=0.1, of_response=True
+        ),
+    )
+
+
+def through_the_sum(inputs: LossInputs, *, clip: float) -> LossOutput:
+    """A user's loss whose gradient goes through `sequence_sum`: GSPO as its eq. 5 has it, without stop-gradients."""
+    lengths = inputs.sequence_sum(inputs.mask.to(inputs.logprobs.dtype)).clamp(min=1)
+    ratio = (inputs.sequence_sum(inputs.logprobs - inputs.old_logprobs) / lengths).exp()
+    gain = torch.minimum(ratio * inputs.advantages, ratio.clamp(1 - clip, 1 + clip) * inputs.advantages)
+    return LossOutput(losses=-gain, metrics={"mine/ratio": masked_mean(ratio, inputs.mask)})
 
 
 def _vectors() -> dict[str, Case]:

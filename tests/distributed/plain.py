@@ -55,11 +55,19 @@ class Plain:
 
 
 def objective(
-    plain: Plain, groups: list[Group], normalisation: str, *, budget: int, ratios: dict[int, float]
+    plain: Plain,
+    groups: list[Group],
+    normalisation: str,
+    *,
+    budget: int,
+    ratios: dict[int, float],
+    clip: float = 0.2,
+    of_response: bool = False,
 ) -> Tensor:
-    """GRPO's advantages under a normalisation, clipped at 0.8 and 1.2; truncated and ungraded responses are left out.
+    """GRPO's advantages under a normalisation, clipped at 1 ± `clip`; truncated and ungraded responses are left out.
 
-    `ratios`: by token id, of the current to the old policy; 1 where none is given.
+    `ratios`: by token id, of the current to the old policy; 1 where none is given. `of_response`: every token has the
+    geometric mean of its response's ratios (GSPO, eq. 5) instead of its own.
     """
 
     def is_trained(answer: Graded) -> bool:
@@ -84,8 +92,9 @@ def objective(
             advantage = (answer.score - mean) / (deviation + 1e-6)
             logprobs = plain.logprobs(group.prompt.ids, answer.response.ids)
             values = [ratios.get(token, 1.0) for token in answer.response.ids]
-            ratio = (logprobs - logprobs.detach()).exp() * torch.tensor(values, dtype=torch.float64)
-            gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            change = logprobs - logprobs.detach() + torch.tensor(values, dtype=torch.float64).log()
+            ratio = (change.mean().expand_as(change) if of_response else change).exp()
+            gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
             total = total - weight[normalisation](number, len(answer.response.ids)) * gain.sum()
     return total
 

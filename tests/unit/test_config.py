@@ -1,29 +1,19 @@
-"""From recipes to a config: inheritance, presets, overrides, refusals of one line, and the texts of the options."""
+"""From recipes to a config: inheritance, overrides, refusals of one line, and the texts of the options."""
 
 from pathlib import Path
 
 import pytest
-import torch
 from pydantic import BaseModel, ValidationError
 
-from megatron_rl.config import Config, doubts
+from megatron_rl.config import Config
 from megatron_rl.config_docs import describe_options
 from megatron_rl.config_files import dump_config, load_config
 from megatron_rl.errors import UserError
 from megatron_rl.presets import PRESETS
-from megatron_rl.training.objective import Objective, load_loss
+from tests.cases.recipes import REQUIRED, recipe
 from tests.tiny import run_config
 
 ROOT = Path(__file__).parents[2]
-REQUIRED = "run_dir: runs/a\nsteps: 3\nmodel: {path: some/model}\ndata: {train: some.jsonl}\n"
-
-
-def recipe(directory: Path, text: str = "", name: str = "recipe.yaml") -> Path:
-    """A recipe with all that is required and `text`."""
-    path = directory / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(REQUIRED + text)
-    return path
 
 
 def refusal(path: Path, *overrides: str) -> str:
@@ -32,75 +22,6 @@ def refusal(path: Path, *overrides: str) -> str:
         load_config(path, overrides)
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-# ---- presets, files, overrides
-
-
-NARROW, WIDE = {"clip_low": 0.2, "clip_high": 0.2}, {"clip_low": 0.2, "clip_high": 0.28}
-GRPO, SOFT = ("grpo", "sequence_mean"), 4096
-# Advantage and normalisation; loss and its clip; buffer of the soft punishment; truncated answers masked; dynamic
-# sampling; reward of a wrong answer.
-OF_PAPERS: dict[str, tuple[object, ...]] = {
-    "grpo": (GRPO, "ppo_clip", NARROW, None, False, False, 0.0),
-    "dapo": (("grpo", "token_mean_group"), "ppo_clip", WIDE, SOFT, False, True, -1.0),
-    "dapo_batch": (("grpo", "token_mean_batch"), "ppo_clip", WIDE, SOFT, False, True, -1.0),
-    "dr_grpo": (("dr_grpo", "constant"), "ppo_clip", NARROW, None, False, False, 0.0),
-    "rloo": (("rloo", "constant"), "ppo_clip", NARROW, None, False, False, 0.0),
-    "gspo": (GRPO, "gspo", {"clip_low": 0.0003, "clip_high": 0.0004}, None, False, False, 0.0),
-    "cispo": (("grpo", "token_mean_group"), "cispo", {"clip_low": None, "clip_high": 4.0}, None, False, True, 0.0),
-    # Yu et al. (2025), table 1: GRPO, + overlong filtering, + clip-higher, + soft punishment, + token-level loss,
-    # + dynamic sampling.
-    "dapo_ladder_1": (GRPO, "ppo_clip", NARROW, None, False, False, -1.0),
-    "dapo_ladder_2": (GRPO, "ppo_clip", NARROW, None, True, False, -1.0),
-    "dapo_ladder_3": (GRPO, "ppo_clip", WIDE, None, True, False, -1.0),
-    "dapo_ladder_4": (GRPO, "ppo_clip", WIDE, SOFT, False, False, -1.0),
-    "dapo_ladder_5": (("grpo", "token_mean_group"), "ppo_clip", WIDE, SOFT, False, False, -1.0),
-    "dapo_ladder_6": (("grpo", "token_mean_group"), "ppo_clip", WIDE, SOFT, False, True, -1.0),
-}
-
-
-@pytest.mark.parametrize("preset", OF_PAPERS)
-def test_a_preset_sets_the_switches_of_its_paper(preset: str, tmp_path: Path) -> None:
-    config = load_config(recipe(tmp_path, f"algorithm: {{preset: {preset}}}"))
-    algorithm = config.algorithm
-    assert OF_PAPERS[preset] == (
-        (algorithm.advantage, algorithm.normalisation),
-        algorithm.loss,
-        algorithm.loss_kwargs,
-        algorithm.soft_overlong.buffer if algorithm.soft_overlong else None,
-        algorithm.mask_truncated,
-        algorithm.dynamic_sampling,
-        config.rewards.wrong,
-    )
-    # What they all leave as it is: no KL, no entropy bonus, no correction, old log-probs by the trainer.
-    rest = (algorithm.kl.coef, algorithm.entropy_coef, algorithm.correction, algorithm.old_logprobs)
-    assert rest == (0.0, 0.0, None, "trainer")
-    assert (algorithm.preset, algorithm.group_filter, algorithm.updates_per_rollout) == (preset, "mixed", 1)
-    assert (algorithm.std_ddof, algorithm.std_eps, config.rewards.right) == (1, 1e-6, 1.0)
-    if algorithm.soft_overlong:
-        assert algorithm.soft_overlong.floor == -1.0
-
-
-def test_every_preset_can_be_named() -> None:
-    assert set(PRESETS) == set(OF_PAPERS)
-
-
-@pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_the_loss_of_a_preset_can_be_loaded_and_tried(preset: str, tmp_path: Path) -> None:
-    algorithm = load_config(recipe(tmp_path, f"algorithm: {{preset: {preset}}}")).algorithm
-    Objective(loss=load_loss(algorithm), algorithm=algorithm).try_out(torch.device("cpu"))
-
-
-def test_the_last_rung_of_the_ladder_is_dapo(tmp_path: Path) -> None:
-    path = recipe(tmp_path)
-    ladder, dapo = (load_config(path, [f"algorithm.preset={name}"]) for name in ("dapo_ladder_6", "dapo"))
-    algorithm = ladder.algorithm.model_copy(update={"preset": "dapo"})
-    assert ladder.model_copy(update={"algorithm": algorithm}) == dapo
-
-
-def test_dapo_is_the_preset_of_a_recipe_that_names_none(tmp_path: Path) -> None:
-    assert load_config(recipe(tmp_path)).algorithm.normalisation == "token_mean_group"
 
 
 def test_later_ones_win_from_preset_to_base_to_recipe_to_override(tmp_path: Path) -> None:
@@ -116,44 +37,6 @@ def test_later_ones_win_from_preset_to_base_to_recipe_to_override(tmp_path: Path
     assert algorithm.advantage == "rloo"  # the base's, over the preset's
     assert (algorithm.std_ddof, trainer.lr, trainer.adam_eps) == (1, 0.2, 0.1)  # the recipe's over the base's
     assert (algorithm.std_eps, config.rollout.prompts_per_step) == (0.3, 7)  # the overrides'
-
-
-def test_an_override_can_change_the_preset_of_the_recipe(tmp_path: Path) -> None:
-    path = recipe(tmp_path, "algorithm: {preset: dapo, std_eps: 0.5}")
-    config = load_config(path, ["algorithm.preset=dr_grpo"])
-    assert (config.algorithm.normalisation, config.rewards.wrong) == ("constant", 0.0)
-    assert config.algorithm.std_eps == 0.5
-
-
-def test_one_keyword_of_the_presets_loss_may_be_changed_alone(tmp_path: Path) -> None:
-    config = load_config(recipe(tmp_path), ["algorithm.loss_kwargs.dual_clip=10"])
-    assert config.algorithm.loss_kwargs == {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("3", 3), ("3.0", 3.0), ("1e-3", 1e-3), ("true", True), ("false", False), ("soft", "soft"), ("null", None)],
-)
-def test_a_keyword_of_a_loss_keeps_its_type(text: str, value: object, tmp_path: Path) -> None:
-    of_override = load_config(recipe(tmp_path), [f"algorithm.loss_kwargs.own={text}"])
-    of_recipe = load_config(recipe(tmp_path, f"algorithm: {{loss_kwargs: {{own: {text}}}}}"))
-    for config in (of_override, of_recipe):
-        own = config.algorithm.loss_kwargs["own"]
-        assert (own, type(own)) == (value, type(value))
-    (tmp_path / "config.yaml").write_text(dump_config(of_recipe))
-    again = load_config(tmp_path / "config.yaml").algorithm.loss_kwargs["own"]
-    assert (again, type(again)) == (value, type(value))
-
-
-@pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_another_loss_does_not_get_the_keywords_of_the_presets_loss(preset: str, tmp_path: Path) -> None:
-    path = recipe(tmp_path, f"algorithm: {{preset: {preset}, loss: 'my.module:loss'}}")
-    assert load_config(path).algorithm.loss_kwargs == {}
-    assert load_config(path, ["algorithm.loss_kwargs.beta=2"]).algorithm.loss_kwargs == {"beta": 2.0}
-
-
-def test_null_switches_off_what_the_preset_switches_on(tmp_path: Path) -> None:
-    assert load_config(recipe(tmp_path), ["algorithm.soft_overlong=null"]).algorithm.soft_overlong is None
 
 
 def test_defaults_are_relative_to_their_own_file_and_chain(tmp_path: Path) -> None:
@@ -321,7 +204,7 @@ OWN = ", or package.module:function"
         ("normalisation", f"sequence_mean, token_mean_group, token_mean_batch, constant{OWN}"),
         ("loss", f"ppo_clip, gspo, cispo, reinforce{OWN}"),
         ("group_filter", f"mixed{OWN}"),
-        ("preset", ", ".join(OF_PAPERS)),
+        ("preset", ", ".join(PRESETS)),
     ],
 )
 def test_a_name_that_is_not_known_is_refused_with_those_that_are(option: str, known: str, tmp_path: Path) -> None:
@@ -349,33 +232,6 @@ def test_a_function_of_ones_own_may_be_named_but_is_no_preset(tmp_path: Path) ->
 )
 def test_one_of_two_that_exclude_each_other_is_taken(overrides: list[str], tmp_path: Path) -> None:
     load_config(recipe(tmp_path), overrides)
-
-
-LEARNED, NO_HOLD = "rests on rule-based rewards", "the gradient of k1 in the loss is 0 on average"
-
-SCALED = "it is scaled up to full size"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        ([], []),
-        (["rewards.learned=true"], [LEARNED]),
-        (["rewards.learned=true", "algorithm.kl.coef=0.1"], []),
-        (["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k1"], [NO_HOLD]),
-        (["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k1", "rewards.learned=true"], [NO_HOLD]),
-        (["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k1", "algorithm.kl.place=reward"], [SCALED]),
-        (["algorithm.kl.coef=0.1", "algorithm.kl.place=reward", "algorithm.advantage=dr_grpo"], []),
-        (["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k2"], []),
-        (["algorithm.kl.coef=0", "algorithm.kl.estimator=k1"], []),
-    ],
-)
-def test_what_is_probably_not_meant_is_doubted(overrides: list[str], said: list[str], tmp_path: Path) -> None:
-    found = doubts(load_config(recipe(tmp_path), overrides))
-    assert len(found) == len(said)
-    for doubt, part in zip(found, said, strict=True):
-        assert part in doubt
-        assert doubt.startswith("algorithm.kl")
 
 
 def test_the_nearest_combinations_that_can_work_are_taken(tmp_path: Path) -> None:

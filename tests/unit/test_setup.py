@@ -45,6 +45,17 @@ def test_a_layout_that_divides_is_taken(tp: int, pp: int, world: int) -> None:
     check_layout(run_config(trainer={"tensor_parallel_size": tp, "pipeline_parallel_size": pp}), SHAPE, world)
 
 
+def test_context_parallelism_takes_its_part_of_the_world() -> None:
+    config = run_config(
+        trainer={"context_parallel_size": 4}, rollout={"prompts_per_step": 1, "responses_per_prompt": 3}
+    )
+    with pytest.raises(UserError, match=r"TP 1 × PP 1 × CP 4 does not divide the number of processes \(6\).* of 4 "):
+        check_layout(config, SHAPE, 6)
+    check_layout(config, SHAPE, 12)  # three data-parallel ranks, not twelve, want a response each
+    with pytest.raises(UserError, match=r"4 ranks \(DP\)"):
+        check_layout(config, SHAPE, 16)
+
+
 def test_more_ranks_than_responses_are_refused() -> None:
     message = layout_refusal(1, 1, 7, prompts_per_step=2, responses_per_prompt=3)
     assert "rollout.prompts_per_step" in message
