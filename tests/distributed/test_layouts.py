@@ -1,63 +1,13 @@
 """Every layout against one process and against transformers, with real process groups."""
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.data import SHAPE
+from tests.distributed.conftest import KINDS, Launch
 from tests.distributed.worker import LAYOUTS
-from tests.tiny import write_model
-
-KINDS = ("untied", "tied")
-ROPE = {"rope_type": "default", "rope_theta": 5000.0}
-Launch = Callable[[str], list[dict[str, Any]]]
-
-
-@pytest.fixture(scope="session")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """Launches a layout the first time it is asked for; gives what each rank saved."""
-    directory = tmp_path_factory.mktemp("layouts")
-    done: dict[str, list[dict[str, Any]]] = {}
-    for kind in KINDS:
-        shape = replace(SHAPE, tied=kind == "tied")
-        write_model(directory / kind, shape, 7, rms_norm_eps=1e-5, rope_parameters=ROPE)
-
-    def launch(layout: str) -> list[dict[str, Any]]:
-        if layout != "single" and "single" not in done:
-            launch("single")
-        if layout not in done:
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(LAYOUTS[layout][0])]
-            command = [
-                *torchrun,
-                "--rdzv-backend",
-                "c10d",
-                "--rdzv-endpoint",
-                "127.0.0.1:0",
-                "-m",
-                "tests.distributed.worker",
-                layout,
-                str(directory),
-            ]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=480, env=environment)
-            assert ended.returncode == 0, ended.stderr[-4000:]
-            done[layout] = [
-                torch.load(directory / layout / f"rank_{rank}.pt", weights_only=False)
-                for rank in range(LAYOUTS[layout][0])
-            ]
-            for rank in done[layout]:
-                rank["models"] = {kind: directory / kind for kind in KINDS}
-        return done[layout]
-
-    return launch
-
 
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 each_kind = pytest.mark.parametrize("kind", KINDS)

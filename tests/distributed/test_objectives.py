@@ -3,11 +3,10 @@
 import pytest
 
 from tests.distributed import objectives
+from tests.distributed.conftest import Launch
 from tests.distributed.data import VOCABULARY, make_groups
 from tests.distributed.plain import Gradients, Plain, kl_of_responses
-from tests.distributed.test_layouts import Launch, each_layout, launched, whole_gap
-
-__all__ = ["launched"]
+from tests.distributed.test_layouts import each_layout, whole_gap
 
 
 @pytest.fixture(scope="session")
