@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from megatron_rl.algorithms.advantages import ESTIMATORS
 from megatron_rl.algorithms.corrections import Level, Mode
@@ -12,17 +12,8 @@ from megatron_rl.algorithms.kl import KlEstimator
 from megatron_rl.algorithms.losses import LOSSES
 from megatron_rl.algorithms.weights import NORMALISATIONS
 from megatron_rl.presets import PRESETS
-
-Positive = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
-Seconds = Annotated[int, Field(ge=1, le=10**7)]
-
-
-class Section(BaseModel):
-    """A frozen group of options; unknown keys are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+from megatron_rl.section import NotNegative, Positive, Seconds, Section, Seed
+from megatron_rl.training.options import TrainerConfig
 
 
 class ModelConfig(Section):
@@ -173,7 +164,7 @@ class AlgorithmConfig(Section):
     """Per-token loss: `ppo_clip`, `gspo`, `cispo`, `reinforce`, or `package.module:function` (`LossInputs` to
     `LossOutput`, see docs/custom_loss.md)."""
 
-    loss_kwargs: dict[str, Any] = {}
+    loss_kwargs: dict[str, Any] = Field(default={})
     """Keyword arguments of the loss: clip_low and clip_high (`ppo_clip`, `gspo`, `cispo`), dual_clip (`ppo_clip`)."""
 
     kl: KlConfig = KlConfig()
@@ -205,61 +196,6 @@ class AlgorithmConfig(Section):
 
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
     """Denominator of the ratio: recomputed by the trainer before the first update, or as the engine reported them."""
-
-
-class TrainerConfig(Section):
-    """Megatron-core: layout, precision, optimizer."""
-
-    tensor_parallel_size: Positive = 1
-    """Megatron TP."""
-
-    pipeline_parallel_size: Positive = 1
-    """Megatron PP. What TP × PP × CP leaves of the world size is data parallel."""
-
-    context_parallel_size: Positive = 1
-    """Megatron CP: ranks that split the tokens of every response."""
-
-    sequence_parallel: bool = False
-    """Split norms and residuals over TP along the sequence; needs TP > 1."""
-
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of parameters and activations; gradients and optimizer state are float32."""
-
-    micro_batch_size: Positive = 1
-    """Most responses in a forward pass."""
-
-    max_tokens_per_micro_batch: Positive | None = None
-    """Most tokens in a forward pass, prompts and padding too; a longer response gets one of its own."""
-
-    logits_chunk: Positive = 1024
-    """Tokens whose logits exist at once, in fp32 and over the whole vocabulary: fewer take less memory."""
-
-    distributed_optimizer: bool = True
-    """Shard the optimizer state over data-parallel ranks."""
-
-    lr: Annotated[float, Field(ge=0)] = 1e-6
-    """Peak learning rate, constant after the warm-up."""
-
-    lr_warmup_steps: NotNegative = 0
-    """Linear warm-up, in optimizer steps (not rollout steps, not micro-batches)."""
-
-    lr_warmup_rollout_steps: NotNegative = 0
-    """The same in rollout steps of `algorithm.updates_per_rollout` optimizer steps each; set one of the two."""
-
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """AdamW's decoupled weight decay."""
-
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """AdamW."""
-
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """AdamW."""
-
-    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
-    """AdamW."""
-
-    clip_grad: Annotated[float, Field(ge=0)] = 1.0
-    """Largest global norm of the gradient; 0: no clipping."""
 
 
 class EvaluationConfig(Section):

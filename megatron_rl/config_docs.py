@@ -58,10 +58,13 @@ def _type_name(annotation: Any) -> str:
         return "section"
     if get_origin(annotation) is dict:
         return "mapping"
+    if get_origin(annotation) is tuple:
+        return f"list of {_type_name(get_args(annotation)[0])}"
     return {Path: "path", str: "text", int: "integer", float: "number", bool: "true or false"}[annotation]
 
 
 def _yaml_value(value: Any) -> str:
     if isinstance(value, BaseModel | Path):
         return str(value)
+    value = list(value) if isinstance(value, tuple) else value
     return "`" + yaml.safe_dump(value, default_flow_style=True).replace("\n...\n", "").strip() + "`"

@@ -6,30 +6,48 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, Protocol
 
 from megatron_rl.rollout.engine import Engine
 
 Phase = Literal["start", "sync", "rollout", "train"]
 _LEGAL: dict[Phase, tuple[Phase, ...]] = {
-    "start": ("sync",),
+    "start": ("sync", "train"),
     "sync": ("rollout",),
     "rollout": ("rollout", "train"),  # again: evaluation, or a step without a batch
-    "train": ("sync",),
+    "train": ("train", "sync"),  # again: a checkpoint
 }
+
+
+class Sleeper(Protocol):
+    """The trainer's memory on the device; both calls do nothing where it is so already."""
+
+    def sleep(self, *, keep_parameters: bool = False) -> None:
+        """Give it back; of all but the parameters, if they are to be kept."""
+
+    def wake(self) -> None:
+        """Have it again as it was, gradients apart."""
 
 
 class Phases:
     """Moves one rank from phase to phase and counts the seconds in each."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, trainer: Sleeper | None) -> None:
+        """Begin with the engine asleep and the trainer awake.
+
+        Args:
+            engine: of this rank.
+            trainer: its memory; None: it keeps that while the engine samples.
+        """
+        self.engine, self.trainer = engine, trainer
         self.phase: Phase = "start"
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def enter(self, phase: Phase) -> Iterator[None]:
-        """Be in `phase`; the engine sleeps while the trainer trains, and its weights are undefined until synced.
+        """Be in `phase`. The engine sleeps in `train`, the trainer in `rollout`, and in `sync` but for its parameters.
+
+        Once awake, the engine's weights are undefined until synced.
 
         Raises:
             RuntimeError: `phase` can't follow the one before.
@@ -39,7 +57,11 @@ class Phases:
         begun = time.perf_counter()
         if phase == "train":
             self.engine.sleep()
-        elif phase == "sync":
+            if self.trainer:
+                self.trainer.wake()
+        elif self.trainer:
+            self.trainer.sleep(keep_parameters=phase == "sync")
+        if phase == "sync":
             self.engine.wake()
         self.phase = phase
         yield

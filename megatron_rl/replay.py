@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,6 +20,7 @@ from megatron_rl.config_files import load_config
 from megatron_rl.data.prompts import load_tokenizer, usable_ids
 from megatron_rl.errors import UserError
 from megatron_rl.presets import PRESETS
+from megatron_rl.resharding.shards import named_shards
 from megatron_rl.telemetry.batches import read_batch
 from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.telemetry.writer import batch_file, batch_files
@@ -149,7 +151,7 @@ def _replayed(name: str, trainer: Trainer, batch: TrainBatch, own: Tensor | None
         of_update = trainer.gradients(share, given)
         loss += of_update.pairs["loss/objective"][0]
         metrics.merge(of_update)
-        total = total + torch.cat([parameter.main_grad.flatten().cpu() for parameter in trainer.model.parameters()])
+        total = total + torch.cat([parameter.main_grad.flatten().cpu() for parameter in trainer.parameters()])
     norm = float(total.double().norm())
     same = total if own is None else own
     weights = [one.weight for update in batch.updates for one in update if one.weight] or [0.0]
@@ -227,8 +229,11 @@ def _problem_of_trainer(trainer: Trainer, one: TrainedResponse, given: Given, *,
 
 def _spoilt_parameter(trainer: Trainer) -> str | None:
     """The first parameter whose gradient is not finite."""
-    named = trainer.model.named_parameters()
-    return next((name for name, parameter in named if not parameter.main_grad.isfinite().all()), None)
+    for shard in named_shards(trainer.model, trainer.spec.shape):
+        parameter: Any = shard.parameter
+        if not parameter.main_grad.isfinite().all():
+            return shard.entry.megatron.format(layer=shard.layer)
+    return None
 
 
 def print_replay(found: Replay) -> None:

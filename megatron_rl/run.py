@@ -42,7 +42,8 @@ from megatron_rl.training.checkpoint import (
     unchangeable,
 )
 from megatron_rl.training.hf_config import read_model_spec
-from megatron_rl.training.model import DTYPES, uses_transformer_engine
+from megatron_rl.training.implementation import choose
+from megatron_rl.training.model import DTYPES
 from megatron_rl.training.objective import Objective, load_loss
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Prompt
@@ -96,7 +97,6 @@ class Run:
             dtype=DTYPES[config.trainer.dtype],
             max_concurrent=config.rollout.max_concurrent,
         )
-        self.phases = Phases(self.engine)
         self.sampler = GroupSampler(self.engine, grader, tokenizer, config.seed)
         self.stream = PromptStream(data.prompts, config.seed)
         self.collector = Collector(self.sampler, self.stream, config, self.progress.say)
@@ -108,11 +108,12 @@ class Run:
             self.engine.start()
             self.engine.sleep()
             self.trainer = Trainer(config, spec, vocabulary)
+            self.phases = Phases(self.engine, self.trainer.memory)
             self._stop_wish = started.enter_context(StopWish())
             self._started = started.pop_all()
-        layers = "Transformer Engine" if uses_transformer_engine() else "local"
         seconds = time.perf_counter() - begun
-        self.progress.say(f"{dist.get_world_size()} ranks on {cpu.device().type}, {layers} layers, {seconds:.1f}s")
+        self.progress.say(f"{dist.get_world_size()} ranks on {cpu.device().type}, started in {seconds:.1f}s")
+        self.progress.say(str(choose(config.trainer.implementation)))
 
     def __enter__(self) -> Run:
         return self
@@ -182,6 +183,9 @@ class Run:
         self.step = step
         for phase, seconds in self.phases.take_seconds().items():
             metrics.add(f"seconds/{phase}", seconds)
+        if self.trainer.memory:
+            for name, value in self.trainer.memory.take_figures().items():
+                metrics.add(name, value)
         if self.writer:
             values = metrics.values()
             self.writer.log(step, values)
@@ -190,7 +194,7 @@ class Run:
 
     def log_evaluation(self, metrics: MeanMetrics) -> None:
         """Write down an evaluation of the current weights."""
-        metrics.add("seconds/evaluation", self.phases.take_seconds().get("rollout", 0.0))
+        metrics.add("seconds/evaluation", sum(self.phases.take_seconds().values()))
         if self.writer:
             self.writer.log(self.step, metrics.values())
             self.progress.evaluation(self.step, metrics.values())
@@ -216,7 +220,8 @@ class Run:
             prompts_drawn=self.stream.position,
             fixed=self.fixed,
         )
-        path = save_checkpoint(self.config, self.trainer, state)
+        with self.phases.enter("train"):
+            path = save_checkpoint(self.config, self.trainer, state)
         self._saved_step = self.step
         self.progress.say(f"saved {path} in {time.perf_counter() - begun:.1f}s")
 
@@ -225,12 +230,13 @@ class Run:
         if not self.config.checkpoint.export_hf:
             return
         target = self.config.run_dir / "hf"
-        weights = self.trainer.hf_weights()
-        if self.leader:
-            write_hf(target, self.config.model.path, weights)
-        else:
-            for _ in weights:
-                continue
+        with self.phases.enter("train"):
+            weights = self.trainer.hf_weights()
+            if self.leader:
+                write_hf(target, self.config.model.path, weights)
+            else:
+                for _ in weights:
+                    continue
         self.progress.say(f"exported {target}")
 
 

@@ -17,7 +17,6 @@ def train(config: Config) -> bool:
     """
     with Run(config) as run:
         run.resume()
-        sync_weights(run)
         if run.step == 0:
             evaluate_heldout(run)
 
@@ -27,6 +26,7 @@ def train(config: Config) -> bool:
                 return False
             step = run.step + 1
 
+            sync_weights(run)
             with run.phases.enter("rollout"):  # prompts → responses → rewards → groups kept
                 rollout = run.collector.collect(step)
             metrics = rollout.metrics
@@ -38,7 +38,6 @@ def train(config: Config) -> bool:
                     batch = make_batch(rollout.groups, config, kl)  # advantages, loss weights, optimizer steps
                     metrics.merge(batch.metrics)
                     metrics.merge(run.trainer.train(batch))  # micro-batches → log-probs → loss → optimizer
-                sync_weights(run)
 
             run.finish_step(step, rollout, metrics)
             if run.evaluation_due():
@@ -51,7 +50,9 @@ def train(config: Config) -> bool:
 
 
 def sync_weights(run: Run) -> None:
-    """Trainer's layout → engines' layout."""
+    """Trainer's layout → engines' layout, unless the engines have the current weights."""
+    if run.phases.phase == "rollout":
+        return
     with run.phases.enter("sync"):
         push_weights(run.trainer.model, run.trainer.spec.shape, run.engine, version=run.trainer.updates_done)
 
@@ -59,6 +60,7 @@ def sync_weights(run: Run) -> None:
 def evaluate_heldout(run: Run) -> None:
     """avg@k of the current weights, if there are held-out prompts."""
     if run.heldout:
+        sync_weights(run)
         with run.phases.enter("rollout"):
             metrics = evaluate(run.sampler, run.heldout, run.config)
         run.log_evaluation(metrics)

@@ -3,7 +3,7 @@
 Simple and right, and the most bytes that anyone could move; faster paths are measured and tested against it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,14 @@ from megatron_rl.resharding.shards import named_shards
 
 @torch.no_grad()
 def gather_hf(
-    model: GPTModel, shape: Shape, read: Callable[[torch.nn.Parameter], Tensor] = lambda parameter: parameter.data
+    chunks: Collection[GPTModel],
+    shape: Shape,
+    read: Callable[[torch.nn.Parameter], Tensor] = lambda parameter: parameter.data,
 ) -> Iterator[tuple[str, Tensor]]:
     """Whole HF tensors one after another. A collective: every rank of a TP × PP block iterates to the end.
 
     Args:
-        model: this rank's part of the policy.
+        chunks: of the model, that this rank holds.
         shape: of the whole model.
         read: what of each parameter is gathered (its data, its gradient, ...); same dtype everywhere.
 
@@ -30,11 +32,11 @@ def gather_hf(
         (HF name, tensor on this rank's device), in forward order, each rank the same. Memory holds one
         parameter at a time, twice: its shards and what is made of them.
     """
-    mine = {(shard.entry.megatron, shard.layer): shard.parameter for shard in named_shards(model, shape)}
+    mine = {(shard.entry.megatron, shard.layer): shard.parameter for shard in named_shards(chunks, shape)}
     tp_size, pp_size = mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size()
     some = read(next(iter(mine.values())))
     for entry, layer in parameters(shape):
-        owner = stage_of(entry, layer, shape, pp_size)
+        owner = stage_of(entry, layer, shape, pp_size, len(chunks))
         shards = [some.new_empty(shard_shape(entry, shape, tp_size)) for _ in range(tp_size)]
         if owner == mpu.get_pipeline_model_parallel_rank():
             shard = read(mine[entry.megatron, layer]).contiguous()

@@ -225,10 +225,13 @@ def parameters(shape: Shape) -> Iterator[tuple[Entry, int]]:
     yield from ((entry, -1) for entry in table[first + len(layered) :])
 
 
-def stage_of(entry: Entry, layer: int, shape: Shape, stages: int) -> int:
-    """The pipeline stage that holds a parameter (of a tied embedding: the original)."""
+def stage_of(entry: Entry, layer: int, shape: Shape, stages: int, chunks: int = 1) -> int:
+    """The pipeline stage that holds a parameter (of a tied embedding: the original).
+
+    Under the interleaved schedule a stage holds several chunks of layers, dealt out in turn.
+    """
     if entry.per_layer:
-        return layer // (shape.layers // stages)
+        return layer // (shape.layers // (stages * chunks)) % stages
     before_layers = QWEN2.index(entry) < next(i for i, line in enumerate(QWEN2) if line.per_layer)
     return 0 if before_layers else stages - 1
 

@@ -1,6 +1,6 @@
 """The parameters of a Megatron model, each with its line in the table of names."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +18,17 @@ class NamedShard:
     parameter: torch.nn.Parameter
 
 
-def named_shards(model: GPTModel, shape: Shape) -> Iterator[NamedShard]:
-    """Every parameter of this rank, in forward order.
+def named_shards(chunks: Iterable[GPTModel], shape: Shape) -> Iterator[NamedShard]:
+    """Every parameter of this rank's chunks of the model, in forward order.
 
     Raises:
         KeyError: the model has a parameter that the table doesn't know.
     """
+    for chunk in chunks:
+        yield from _of_chunk(chunk, shape)
+
+
+def _of_chunk(model: GPTModel, shape: Shape) -> Iterator[NamedShard]:
     unnamed = dict(model.named_parameters())
     first = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
     for entry, layer in parameters(shape):

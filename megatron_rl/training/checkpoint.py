@@ -149,7 +149,8 @@ def load_checkpoint(directory: Path, trainer: Trainer, state: RunState) -> None:
         UserError: it is damaged.
     """
     loaded = _load(directory, _sharded_state(trainer, loading=True))
-    trainer.model.load_state_dict(loaded["model"])
+    for number, chunk in enumerate(trainer.model):
+        chunk.load_state_dict(loaded["model"][str(number)])
     load_optimizer_state(trainer.optimizer, loaded["optimizer"])
     trainer.updates_done = state.updates
 
@@ -180,7 +181,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _sharded_state(trainer: Trainer, *, loading: bool) -> dict[str, Any]:
-    model = trainer.model.sharded_state_dict(metadata=_metadata())
+    model = {str(number): chunk.sharded_state_dict(metadata=_metadata()) for number, chunk in enumerate(trainer.model)}
     optimizer = sharded_optimizer_state(trainer.optimizer, model, _metadata(), loading=loading)
     return {"model": model, "optimizer": optimizer}
 

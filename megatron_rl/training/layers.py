@@ -126,10 +126,12 @@ def _alike(spans: Sequence[slice]) -> list[list[slice]]:
     return runs
 
 
-def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage, and the final norm."""
+def local_block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
+    """The layers of a chunk of this pipeline stage (None: of its only one), and the final norm."""
     layer: ModuleSpec = copy.deepcopy(get_gpt_layer_local_spec(normalization="RMSNorm"))
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     parts.self_attention.submodules.core_attention = SdpaAttention
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=chunk), layer_norm=RMSNorm
+    )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from functools import cache
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,38 +13,27 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_rl.config import TrainerConfig
 from megatron_rl.resharding.hf_files import HfReader
 from megatron_rl.resharding.names import Shape, pieces
 from megatron_rl.resharding.shards import named_shards
 from megatron_rl.training import cpu
 from megatron_rl.training.hf_config import ModelSpec
+from megatron_rl.training.implementation import Implementation, choose
 from megatron_rl.training.layers import local_block_spec
+from megatron_rl.training.options import MemoryConfig, TrainerConfig
 
-log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@cache
-def uses_transformer_engine() -> bool:
-    """Whether layers come from Transformer Engine: it imports and there is a GPU."""
-    if not cpu.has_cuda():
-        return False
-    try:
-        import transformer_engine.pytorch  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
-    except (ImportError, OSError, RuntimeError) as error:  # absent, or built for another CUDA or torch
-        log.warning("Transformer Engine is not used: %s", error)
-        return False
-    return True
 
 
 def transformer_config(spec: ModelSpec, trainer: TrainerConfig) -> TransformerConfig:
     """Megatron's configuration of the model and its layout."""
     shape, dtype = spec.shape, DTYPES[trainer.dtype]
-    on_gpu = cpu.has_cuda()
+    on_gpu, choice, memory = cpu.has_cuda(), choose(trainer.implementation), trainer.memory
+    pipeline, interleaved = trainer.pipeline_parallel_size > 1, trainer.pipeline_chunks > 1
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -63,9 +51,14 @@ def transformer_config(spec: ModelSpec, trainer: TrainerConfig) -> TransformerCo
         hidden_dropout=0.0,
         tensor_model_parallel_size=trainer.tensor_parallel_size,
         pipeline_model_parallel_size=trainer.pipeline_parallel_size,
+        virtual_pipeline_model_parallel_size=trainer.pipeline_chunks if interleaved else None,
+        # Batched p2p of the interleaved schedule gives wrong gradients over gloo, without a word.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        deallocate_pipeline_outputs=pipeline,  # what was sent on is not needed here
         context_parallel_size=trainer.context_parallel_size,
         sequence_parallel=trainer.sequence_parallel,
-        variable_seq_lengths=trainer.pipeline_parallel_size > 1,  # micro-batches are as long as their responses
+        variable_seq_lengths=pipeline,  # micro-batches are as long as their responses
         moe_token_dispatcher_type="alltoall",  # the only one that variable lengths are allowed with
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -78,33 +71,60 @@ def transformer_config(spec: ModelSpec, trainer: TrainerConfig) -> TransformerCo
         # Fused by torch.compile: worth it on GPUs only.
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=on_gpu,
-        apply_rope_fusion=uses_transformer_engine(),
+        apply_rope_fusion=choice.layers == "transformer_engine",
+        gradient_accumulation_fusion=choice.fused_gradients,
+        attention_backend=AttnBackend[trainer.implementation.attention],
+        **_recompute(memory),
+        **_fp8(choice),
         masked_softmax_fusion=False,  # of an attention that is in neither spec
     )
 
 
-def build_model(spec: ModelSpec, trainer: TrainerConfig) -> GPTModel:
-    """This rank's part of the policy, parameters not yet set."""
+def _recompute(memory: MemoryConfig) -> dict[str, Any]:
+    """Megatron's names for which activations are computed again."""
+    if memory.recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if memory.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(memory.recompute_modules)}
+    return {}
+
+
+def _fp8(choice: Implementation) -> dict[str, Any]:
+    """Megatron's names for FP8: e5m2 gradients where one scale serves a whole tensor, e4m3 where scales are finer."""
+    if choice.fp8 is None:
+        return {}
+    return {"fp8": "hybrid" if choice.fp8 == "tensorwise" else "e4m3", "fp8_recipe": choice.fp8}
+
+
+def build_model(spec: ModelSpec, trainer: TrainerConfig) -> list[GPTModel]:
+    """This rank's part of the policy, parameters not yet set: a GPTModel for each chunk, one without interleaving."""
     config = transformer_config(spec, trainer)
-    if uses_transformer_engine():
+    chunks = [_build_chunk(config, spec, trainer, number) for number in range(trainer.pipeline_chunks)]
+    _mark_split_parameters(chunks, spec.shape)
+    return chunks
+
+
+def _build_chunk(config: TransformerConfig, spec: ModelSpec, trainer: TrainerConfig, number: int) -> GPTModel:
+    virtual = number if trainer.pipeline_chunks > 1 else None
+    if choose(trainer.implementation).layers == "transformer_engine":
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         layers = get_gpt_layer_with_transformer_engine_spec()
     else:
-        layers = local_block_spec(config)
+        layers = local_block_spec(config, virtual)
     model = GPTModel(
         config,
         layers,
         vocab_size=spec.shape.padded_vocab(trainer.tensor_parallel_size),
         max_sequence_length=0,  # only learned position embeddings look at it
-        pre_process=mpu.is_pipeline_first_stage(),
-        post_process=mpu.is_pipeline_last_stage(),
+        pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
+        post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
+        vp_stage=virtual,
         parallel_output=True,
         share_embeddings_and_output_weights=spec.shape.tied,
         position_embedding_type="rope",
         rotary_base=spec.rope_theta,
     ).to(cpu.device())
-    _mark_split_parameters(model, spec.shape)
     if model.post_process:
         model.output_layer.forward = _leave_projection  # the loss projects, a chunk of tokens at a time
     return model
@@ -134,13 +154,13 @@ def output_weight(model: GPTModel) -> Tensor:
     )
 
 
-def _mark_split_parameters(model: GPTModel, shape: Shape) -> None:
+def _mark_split_parameters(chunks: Sequence[GPTModel], shape: Shape) -> None:
     """Say which parameters are split over TP and which are copies: the norm of the gradient counts copies once.
 
     Megatron does it while it initialises weights, which we leave out; unmarked, the parts on TP ranks above 0 would be
     missing from the norm, and clipping would depend on the layout.
     """
-    for shard in named_shards(model, shape):
+    for shard in named_shards(chunks, shape):
         for attribute, value in (
             ("tensor_model_parallel", shard.entry.fusion != "whole"),
             ("partition_dim", 1 if shard.entry.fusion == "columns" else 0),
@@ -150,7 +170,7 @@ def _mark_split_parameters(model: GPTModel, shape: Shape) -> None:
 
 
 @torch.no_grad()
-def load_hf_weights(model: GPTModel, shape: Shape, directory: Path) -> None:
+def load_hf_weights(chunks: Iterable[GPTModel], shape: Shape, directory: Path) -> None:
     """Fill this rank's parameters from HF safetensors, reading only its slices; vocabulary padding becomes 0.
 
     Raises:
@@ -158,7 +178,7 @@ def load_hf_weights(model: GPTModel, shape: Shape, directory: Path) -> None:
     """
     tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
     with HfReader(directory, shape) as reader:
-        for shard in named_shards(model, shape):
+        for shard in named_shards(chunks, shape):
             shard.parameter.zero_()
             for piece in pieces(shard.entry, shard.layer, shape, tp_rank, tp_size):
                 shard.parameter[piece.shard_rows].copy_(reader.read(piece.hf, piece.index))

@@ -18,9 +18,10 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
 
-from megatron_rl.config import TrainerConfig
 from megatron_rl.training.model import DTYPES
+from megatron_rl.training.options import TrainerConfig
 
 
 def build_optimizer(trainer: TrainerConfig, models: list[DistributedDataParallel]) -> MegatronOptimizer:
@@ -58,15 +59,30 @@ def set_rates(optimizer: MegatronOptimizer, *, lr: float, weight_decay: float) -
 
 
 def make_adam_state(optimizer: MegatronOptimizer) -> None:
-    """Make torch AdamW's state now rather than in its first step: what is to be saved or loaded must exist."""
+    """Make Adam's state now rather than in its first step: what is to be saved or loaded must exist."""
     for part in _parts(optimizer):
+        if not isinstance(part.optimizer, torch.optim.AdamW):
+            if part.init_state_fn:
+                part.init_state_fn(part.optimizer, part.config)
+            continue
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
                 state = part.optimizer.state[parameter]
-                if not state and isinstance(part.optimizer, torch.optim.AdamW):
+                if not state:
                     state["step"] = torch.tensor(0.0)
                     state["exp_avg"] = torch.zeros_like(parameter)
                     state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+def state_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """Everything that the optimizer keeps: fp32 parameters, moments, step counts. Some are views of the model's."""
+    for part in _parts(optimizer):
+        inner = part.optimizer
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                yield parameter.data
+                yield from (value for value in inner.state[parameter].values() if isinstance(value, Tensor))
+        yield from getattr(inner, "param_to_fp32_param", {}).values()  # of the hybrid optimizer
 
 
 def sharded_optimizer_state(

@@ -1,6 +1,6 @@
 """The reference policy: the weights that a run began with, in host memory, in place of the current ones for a while."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -11,9 +11,9 @@ from megatron_rl.training import cpu
 class ReferencePolicy:
     """This rank's shards of the reference weights."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Copy the weights as they are now."""
-        self._parameters = list(model.parameters())
+        self._parameters = list(parameters)
         self._weights = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
         if cpu.has_cuda():
             self._weights = [weights.pin_memory() for weights in self._weights]

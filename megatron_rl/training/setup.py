@@ -30,6 +30,11 @@ def check_layout(config: Config, shape: Shape, world_size: int) -> None:
         raise UserError(
             f"trainer.pipeline_parallel_size: {pp} does not divide num_hidden_layers ({shape.layers}) of the model"
         )
+    if shape.layers % (pp * trainer.pipeline_chunks):
+        raise UserError(
+            f"trainer.pipeline_chunks: {trainer.pipeline_chunks} chunks in each of {pp} stages don't divide "
+            f"num_hidden_layers ({shape.layers}) of the model"
+        )
     if world_size % (tp * pp * cp):
         sizes = f"TP {tp} × PP {pp}" + (f" × CP {cp}" if cp > 1 else "")
         raise UserError(
@@ -57,9 +62,11 @@ def start(config: Config) -> None:
         dist.init_process_group(cpu.backend(), timeout=timeout)
     else:
         dist.init_process_group(cpu.backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    interleaved = config.trainer.pipeline_chunks > 1
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.trainer.tensor_parallel_size,
         pipeline_model_parallel_size=config.trainer.pipeline_parallel_size,
+        virtual_pipeline_model_parallel_size=config.trainer.pipeline_chunks if interleaved else None,
         context_parallel_size=config.trainer.context_parallel_size,
         distributed_timeout_minutes=max(1, config.collective_timeout_s // 60),
     )

@@ -10,15 +10,8 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megatron_rl.algorithms.kl import kl_estimates
@@ -29,14 +22,16 @@ from megatron_rl.resharding.gather import gather_hf
 from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.training import cpu
 from megatron_rl.training.batch import untrained
+from megatron_rl.training.data_parallel import wrap
 from megatron_rl.training.hf_config import ModelSpec
 from megatron_rl.training.logprobs import projected_logprobs
 from megatron_rl.training.micro_batches import Place, share_of_rank
 from megatron_rl.training.model import all_tokens, build_model, load_hf_weights, output_weight
 from megatron_rl.training.objective import Given, Objective, load_loss
-from megatron_rl.training.optimizer import build_optimizer, learning_rate, set_rates
+from megatron_rl.training.optimizer import build_optimizer, learning_rate, make_adam_state, set_rates
 from megatron_rl.training.reduction import from_last_stage, reduce_metrics, sum_over
 from megatron_rl.training.reference import ReferencePolicy
+from megatron_rl.training.sleep import TrainerMemory
 from megatron_rl.types import Group, MicroBatch, TrainBatch, TrainedResponse
 
 Share = tuple[MicroBatch, ...]
@@ -55,12 +50,15 @@ class Trainer:
             vocabulary: number of token ids that may be sampled; higher ids are outside the softmax.
         """
         self.spec, self.vocabulary = spec, vocabulary
-        self.model: GPTModel = build_model(spec, config.trainer)
+        self.model = build_model(spec, config.trainer)
         load_hf_weights(self.model, spec.shape, config.model.path)
-        self.chunks = [_wrap(self.model, config.trainer.distributed_optimizer)]
+        self.chunks = wrap(self.model, config.trainer)
         self.optimizer = build_optimizer(config.trainer, self.chunks)
-        self.model.config.grad_scale_func = self.optimizer.scale_loss
-        self.model.config.finalize_model_grads_func = _finalize_sums
+        self.model[0].config.grad_scale_func = self.optimizer.scale_loss
+        self.memory: TrainerMemory | None = None
+        if config.trainer.memory.offload_while_sampling:
+            make_adam_state(self.optimizer)  # so that its place on the host is known at once
+            self.memory = TrainerMemory(self.chunks, self.optimizer)
         self.updates_done = 0
         self.reference: ReferencePolicy | None = None
         self.use(config)
@@ -75,12 +73,16 @@ class Trainer:
         if config.algorithm.kl.wanted and self.reference is None:
             if self.updates_done:
                 raise RuntimeError("a reference policy is asked for after the first optimizer step")
-            self.reference = ReferencePolicy(self.model)
+            self.reference = ReferencePolicy(self.parameters())
         self.objective = Objective(
             loss=load_loss(config.algorithm),
             algorithm=config.algorithm,
             over_context=partial(sum_over, group=mpu.get_context_parallel_group()),
         )
+
+    def parameters(self) -> Iterator[Any]:
+        """This rank's, in forward order."""
+        return (parameter for chunk in self.model for parameter in chunk.parameters())
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The current weights as whole HF tensors; a collective (see `gather_hf`)."""
@@ -214,9 +216,10 @@ class Trainer:
 
     def _score(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, ...]:
         """Log-probabilities of the labels, entropies, and whether no token is likelier, `[1, tokens]` each."""
-        weight = output_weight(self.model)
+        last = self.model[-1]
+        weight = output_weight(last)
         scores = projected_logprobs(
-            all_tokens(output, self.model).to(weight.dtype),
+            all_tokens(output, last).to(weight.dtype),
             weight,
             batch.labels.flatten(),
             chunk=self.config.trainer.logits_chunk,
@@ -241,30 +244,13 @@ class Trainer:
 
         return get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=iter(list(enumerate(share))),
+            data_iterator=[iter(list(enumerate(share))) for _ in self.chunks],
             model=self.chunks,
             num_microbatches=len(share),
             seq_length=share[0].tokens.shape[1],  # pipeline stages tell one another the real lengths
             micro_batch_size=1,
             forward_only=forward_only,
         )
-
-
-def _wrap(model: GPTModel, distributed_optimizer: bool) -> DistributedDataParallel:
-    """Data parallelism that sums gradients in fp32."""
-    inner = Float16Module(model.config, model) if model.config.bf16 else model
-    config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        average_in_collective=False,  # the objective is a plain sum
-        use_distributed_optimizer=distributed_optimizer,
-        overlap_grad_reduce=False,
-    )
-    return DistributedDataParallel(model.config, config, inner)
-
-
-def _finalize_sums(models: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Megatron's reductions of the gradient, without its division by the number of tokens."""
-    finalize_model_grads(models, None, **kwargs)
 
 
 def _to_device(batch: MicroBatch) -> MicroBatch:

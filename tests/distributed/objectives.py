@@ -236,13 +236,13 @@ def compute(trainer: Trainer, config: Config, case: Case) -> float:
 @contextmanager
 def _moved(trainer: Trainer, factor: float) -> Iterator[None]:
     """The policy with all its weights multiplied, inside."""
-    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    before = [parameter.detach().clone() for parameter in trainer.parameters()]
     with torch.no_grad():
-        for parameter in trainer.model.parameters():
+        for parameter in trainer.parameters():
             parameter.mul_(factor)
     yield
     with torch.no_grad():
-        for parameter, weights in zip(trainer.model.parameters(), before, strict=True):
+        for parameter, weights in zip(trainer.parameters(), before, strict=True):
             parameter.copy_(weights)
 
 

@@ -76,7 +76,7 @@ def check_model(config_of: Any, reference: Path) -> dict[str, Any]:
     results: dict[str, Any] = {
         "logits_gap": logits_gap(trainer, config.model.path),
         "read": sum(read),
-        "held": sum(parameter.numel() for parameter in trainer.model.parameters()),
+        "held": sum(parameter.numel() for parameter in trainer.parameters()),
         "round_trip": {name: tensor.clone() for name, tensor in trainer.hf_weights()},
     }
     batch = make_batch(make_groups(), config)
@@ -133,7 +133,7 @@ def logits_gap(trainer: Trainer, model: Path) -> float | None:
     share = trainer.share([scored(ids[:1], (*ids[1:], 0), number) for number, ids in enumerate(sequences)])
 
     def keep(batch: MicroBatch, number: int, output: torch.Tensor) -> Any:
-        logits = all_tokens(output, trainer.model) @ output_weight(trainer.model).t()
+        logits = all_tokens(output, trainer.model[-1]) @ output_weight(trainer.model[-1]).t()
         return logits.sum() * 0, torch.zeros((), dtype=torch.int), logits
 
     with torch.no_grad():

@@ -29,12 +29,41 @@ def go(phases: Phases, *names: Phase) -> None:
 
 
 def test_a_step_goes_from_sync_over_rollout_to_train_and_back(engine: Recorder) -> None:
-    go(Phases(engine), "sync", "rollout", "train", "sync", "rollout", "train", "sync")  # type: ignore[arg-type]
+    go(Phases(engine, None), "sync", "rollout", "train", "sync", "rollout", "train", "sync")  # type: ignore[arg-type]
     assert engine.asked == ["wake", "sleep", "wake", "sleep", "wake"]
 
 
+def test_the_trainer_sleeps_while_the_engine_samples_and_keeps_its_parameters_while_they_are_synced(
+    engine: Recorder,
+) -> None:
+    order: list[object] = []
+
+    class Memory:
+        def sleep(self, *, keep_parameters: bool = False) -> None:
+            order.append(("trainer sleeps", keep_parameters))
+
+        def wake(self) -> None:
+            order.append("trainer wakes")
+
+    class Both(Recorder):
+        def __getattr__(self, name: str) -> object:
+            return lambda *args, **kwargs: order.append(f"engine {name}")
+
+    go(Phases(Both(), Memory()), "sync", "rollout", "train", "train", "sync")  # type: ignore[arg-type]
+    assert order == [
+        *(("trainer sleeps", True), "engine wake", ("trainer sleeps", False)),
+        *("engine sleep", "trainer wakes") * 2,
+        *(("trainer sleeps", True), "engine wake"),
+    ]
+
+
+def test_a_checkpoint_may_follow_the_start_a_rollout_or_training(engine: Recorder) -> None:
+    go(Phases(engine, None), "train", "train", "sync", "rollout", "train")  # type: ignore[arg-type]
+    assert engine.asked == ["sleep", "sleep", "wake", "sleep"]
+
+
 def test_rollout_may_follow_rollout(engine: Recorder) -> None:
-    go(Phases(engine), "sync", "rollout", "rollout", "rollout", "train")  # type: ignore[arg-type]
+    go(Phases(engine, None), "sync", "rollout", "rollout", "rollout", "train")  # type: ignore[arg-type]
     assert engine.asked == ["wake", "sleep"]
 
 
@@ -42,17 +71,15 @@ def test_rollout_may_follow_rollout(engine: Recorder) -> None:
     "path",
     [
         ["rollout"],
-        ["train"],
         ["sync", "train"],
         ["sync", "sync"],
         ["sync", "rollout", "sync"],
         ["sync", "rollout", "train", "rollout"],
-        ["sync", "rollout", "train", "train"],
     ],
 )
 def test_an_illegal_transition_raises_and_asks_nothing_of_the_engine(path: list[Phase], engine: Recorder) -> None:
     *legal, last = path
-    phases = Phases(engine)  # type: ignore[arg-type]
+    phases = Phases(engine, None)  # type: ignore[arg-type]
     go(phases, *legal)
     asked, before = list(engine.asked), phases.phase
     with pytest.raises(RuntimeError, match=f"phase {last} can't follow {before}"), phases.enter(last):
@@ -62,7 +89,7 @@ def test_an_illegal_transition_raises_and_asks_nothing_of_the_engine(path: list[
 
 
 def test_seconds_are_counted_by_phase_and_taken_once(engine: Recorder) -> None:
-    phases = Phases(engine)  # type: ignore[arg-type]
+    phases = Phases(engine, None)  # type: ignore[arg-type]
     go(phases, "sync")
     for _ in range(2):
         with phases.enter("rollout"):

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config import TrainerConfig
 from megatron_rl.errors import UserError
 from megatron_rl.training.checkpoint import RunState, latest_checkpoint, read_run_state, unchangeable
 from megatron_rl.training.optimizer import learning_rate, set_rates
+from megatron_rl.training.options import TrainerConfig
 from megatron_rl.training.setup import check_layout
 from tests.tiny import SHAPE, run_config
 

@@ -34,7 +34,7 @@ def test_every_parameter_is_found_once_in_forward_order(shape: Shape, ranks: int
     found = []
     for rank in range(ranks):
         model, names = stage(shape, rank, ranks, te=te)
-        shards = list(named_shards(model, shape))
+        shards = list(named_shards([model], shape))
         for shard in shards:
             assert shard.parameter is model.named[names[shard.entry.megatron, shard.layer]]
         assert len({id(shard.parameter) for shard in shards}) == len(model.named)
@@ -44,7 +44,7 @@ def test_every_parameter_is_found_once_in_forward_order(shape: Shape, ranks: int
 
 def test_the_last_stages_copy_of_a_tied_embedding_is_the_embedding() -> None:
     model, _ = stage(TIED, 2, 3, te=False, more=(OUTPUT.megatron,))
-    last = list(named_shards(model, TIED))[-1]
+    last = list(named_shards([model], TIED))[-1]
     assert (last.entry, last.layer) == (EMBEDDING, -1)
     assert last.parameter is model.named[OUTPUT.megatron]
 
@@ -53,4 +53,4 @@ def test_the_last_stages_copy_of_a_tied_embedding_is_the_embedding() -> None:
 def test_a_parameter_that_the_table_does_not_know_is_an_error(name: str) -> None:
     model, _ = stage(SHAPE, 0, 1, te=False, more=(name,))
     with pytest.raises(KeyError, match=name):
-        list(named_shards(model, SHAPE))
+        list(named_shards([model], SHAPE))
