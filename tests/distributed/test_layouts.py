@@ -93,11 +93,19 @@ def test_the_norm_that_gradients_are_clipped_by_equals_one_process(launched: Lau
 @each_kind
 @each_layout
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_resumed_trainer_goes_on_as_if_it_never_stopped(
+def test_a_resumed_trainer_goes_on_as_one_that_only_slept(
     launched: Launch, layout: str, kind: str, sharded: bool
 ) -> None:
     for rank in launched(layout):
-        assert rank[kind]["resume"][sharded] == {"loaded": 0.0, "continued": 0.0}
+        assert rank[kind]["resume"][sharded] == {"loaded": 0.0, "continued": 0.0, "asleep": 0.0}
+
+
+@each_kind
+@each_layout
+def test_optimizer_state_on_the_host_changes_nothing(launched: Launch, layout: str, kind: str) -> None:
+    for rank in launched(layout):
+        found = rank[kind]["on_host"]
+        assert found == {"loaded": 0.0, "continued": 0.0, "asleep": 0.0, "device": 0.0}
 
 
 @each_kind
