@@ -29,6 +29,7 @@ from megatron_rl.resharding.gather import gather_hf
 from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.training import cpu
 from megatron_rl.training.batch import untrained
+from megatron_rl.training.flops import sequence_flops
 from megatron_rl.training.hf_config import ModelSpec
 from megatron_rl.training.logprobs import projected_logprobs
 from megatron_rl.training.micro_batches import Place, share_of_rank
@@ -192,6 +193,7 @@ class Trainer:
         batches = share_of_rank(
             update,
             place,
+            flops=sequence_flops(self.spec.shape),
             micro_batch_size=trainer.micro_batch_size,
             max_tokens=trainer.max_tokens_per_micro_batch,
         )
