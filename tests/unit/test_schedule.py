@@ -98,6 +98,13 @@ def test_micro_batches_are_levelled_by_flops_and_not_by_tokens() -> None:
     assert schedule([16, 6, 6, 6, 6], FLOPS, ranks=2, max_tokens=24) == [[[0]], [[1, 2, 3, 4]]]
 
 
+def test_levelling_exceeds_no_limit() -> None:
+    # 9 + 8 + 7 cost 434 and 8 × 3 cost 312; 8 against a 3 would level them, with 29 tokens in the lighter.
+    assert schedule([9, 8, 7, *[3] * 8], FLOPS, ranks=2, max_tokens=24) == [[[0, 1, 2]], [[*range(3, 11)]]]
+    # 24 + 3 cost 855 and 9 + 8 cost 315; 3 would fit in but for the number of responses.
+    assert schedule([24, 9, 8, 3], FLOPS, ranks=2, max_tokens=45, max_responses=2) == [[[0, 3]], [[1, 2]]]
+
+
 def test_the_heavier_micro_batch_goes_to_the_rank_with_less_to_do() -> None:
     first, second = schedule([9, 8, 4, 3], FLOPS, ranks=2, max_tokens=9)
     assert (first, second) == ([[0], [3]], [[1], [2]])
