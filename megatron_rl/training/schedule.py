@@ -64,9 +64,8 @@ def schedule(
 ) -> list[list[list[int]]]:
     """The micro-batches of every data-parallel rank: each response once, as many micro-batches on every rank.
 
-    They are as few as best fit decreasing needs, about alike full, and the rounds with most FLOPs come first, so that
-    a step's peak of memory shows at its beginning. Where responses are few, some micro-batches are empty; a rank has
-    at least one.
+    They are as few as best fit decreasing needs, and about alike full. The rounds with most FLOPs, which have the
+    longest responses, come first. Where responses are few, some micro-batches are empty; a rank has at least one.
 
     Args:
         lengths: tokens of each response, with its prompt and padding.

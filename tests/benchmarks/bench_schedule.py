@@ -99,13 +99,11 @@ def first_fit(lengths: Sequence[int], budget: int, ranks: int) -> tuple[Plan, fl
 
 def verl(balancing: Any, lengths: Sequence[int], budget: int, ranks: int) -> tuple[Plan, float]:
     """The plan and the seconds of the slowest rank, by verl's module `balancing`."""
-    from tensordict import TensorDict
-
+    tensordict = importlib.import_module("tensordict")  # which verl needs
     started = time.perf_counter()
     work = balancing.calculate_workload(torch.tensor(lengths)).tolist()
     shares = balancing.get_seqlen_balanced_partitions(work, k_partitions=ranks, equal_size=True)
-    at_first = time.perf_counter() - started
-    seconds = [at_first] * ranks
+    seconds = [time.perf_counter() - started] * ranks
     plan: Plan = [[] for _ in shares]
     most = 1
     while len({len(of_rank) for of_rank in plan} | {most}) > 1:  # what its ranks agree on by an all-reduce
@@ -113,7 +111,7 @@ def verl(balancing: Any, lengths: Sequence[int], budget: int, ranks: int) -> tup
             if len(plan[rank]) != most:
                 starts = torch.tensor([0, *(lengths[index] for index in share)]).cumsum(0)
                 ids = torch.nested.nested_tensor_from_jagged(torch.zeros(int(starts[-1]), dtype=torch.uint8), starts)
-                data = TensorDict({"input_ids": ids}, batch_size=[len(share)])
+                data = tensordict.TensorDict({"input_ids": ids}, batch_size=[len(share)])
                 started = time.perf_counter()
                 _, found = balancing.rearrange_micro_batches(data, budget, min_num_micro_batch=most)
                 seconds[rank] += time.perf_counter() - started
