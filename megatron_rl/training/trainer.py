@@ -23,6 +23,7 @@ from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.training import cpu
 from megatron_rl.training.batch import untrained
 from megatron_rl.training.data_parallel import wrap
+from megatron_rl.training.flops import sequence_flops
 from megatron_rl.training.hf_config import ModelSpec
 from megatron_rl.training.logprobs import projected_logprobs
 from megatron_rl.training.micro_batches import Place, share_of_rank
@@ -194,6 +195,7 @@ class Trainer:
         batches = share_of_rank(
             update,
             place,
+            flops=sequence_flops(self.spec.shape),
             micro_batch_size=trainer.micro_batch_size,
             max_tokens=trainer.max_tokens_per_micro_batch,
         )
