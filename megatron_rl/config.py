@@ -234,6 +234,10 @@ class TrainerConfig(Section):
     logits_chunk: Positive = 1024
     """Tokens whose logits exist at once, in fp32 and over the whole vocabulary: fewer take less memory."""
 
+    logprobs: Literal["auto", "eager", "compiled"] = "auto"
+    """What is done to each logit: `compiled` fuses it with torch.compile, which needs a C++ compiler (with Triton, on a
+    GPU) and some seconds at the first step; `auto`: compiled on a GPU."""
+
     distributed_optimizer: bool = True
     """Shard the optimizer state over data-parallel ranks."""
 

@@ -214,7 +214,7 @@ class Trainer:
 
     def _score(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, ...]:
         """Log-probabilities of the labels, entropies, and whether no token is likelier, `[1, tokens]` each."""
-        weight = output_weight(self.model)
+        weight, choice = output_weight(self.model), self.config.trainer.logprobs
         scores = projected_logprobs(
             all_tokens(output, self.model).to(weight.dtype),
             weight,
@@ -224,6 +224,7 @@ class Trainer:
             vocabulary=self.vocabulary,
             group=mpu.get_tensor_model_parallel_group(),
             entropy_gradient=self.objective.entropy_gradient,
+            compiled=cpu.has_cuda() if choice == "auto" else choice == "compiled",
         )
         return tuple(values.unsqueeze(0) for values in scores)
 
