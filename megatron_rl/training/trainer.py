@@ -25,6 +25,7 @@ from megatron_rl.training.batch import untrained
 from megatron_rl.training.data_parallel import wrap
 from megatron_rl.training.flops import sequence_flops
 from megatron_rl.training.hf_config import ModelSpec
+from megatron_rl.training.implementation import choose
 from megatron_rl.training.logprobs import projected_logprobs
 from megatron_rl.training.micro_batches import Place, share_of_rank
 from megatron_rl.training.model import all_tokens, build_model, load_hf_weights, output_weight
@@ -229,6 +230,7 @@ class Trainer:
             vocabulary=self.vocabulary,
             group=mpu.get_tensor_model_parallel_group(),
             entropy_gradient=self.objective.entropy_gradient,
+            compiled=choose(self.config.trainer.implementation).logprobs == "compiled",
         )
         return tuple(values.unsqueeze(0) for values in scores)
 

@@ -44,7 +44,7 @@ def test_each_rank_reads_only_its_slices(launched: Launch, layout: str, kind: st
 @each_kind
 @each_layout
 def test_gradients_equal_one_process(launched: Launch, layout: str, kind: str) -> None:
-    for policy, of_tensor in (("on_policy", 2e-6), ("clipped", 1e-5)):  # exp(log-prob differences) adds rounding
+    for policy, of_tensor in (("on_policy", 3e-6), ("clipped", 1e-5)):  # exp(log-prob differences) adds rounding
         reference, _ = launched("single")[0][kind][policy]
         for rank in launched(layout):
             gradients, _ = rank[kind][policy]
