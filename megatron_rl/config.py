@@ -269,6 +269,10 @@ class Config(Section):
         trainer, rollout, algorithm = self.trainer, self.rollout, self.algorithm
         if trainer.sequence_parallel and trainer.tensor_parallel_size == 1:
             raise ValueError("trainer.sequence_parallel needs trainer.tensor_parallel_size > 1; set it to false")
+        if trainer.max_tokens_per_micro_batch is None and trainer.micro_batch_size is None:
+            raise ValueError(
+                "trainer.max_tokens_per_micro_batch and trainer.micro_batch_size: set one of them"
+            )
         if trainer.pipeline_chunks > 1 and trainer.pipeline_parallel_size == 1:
             raise ValueError("trainer.pipeline_chunks needs trainer.pipeline_parallel_size > 1; set it to 1")
         if trainer.memory.optimizer_on_host and not (trainer.dtype == "bfloat16" and trainer.distributed_optimizer):

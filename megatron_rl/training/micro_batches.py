@@ -29,8 +29,9 @@ class Place:
     """Context-parallel rank, and how many there are."""
 
     context_ranks: int = 1
-    tensor_ranks: int = 1
-    """How many ranks split the tokens of a micro-batch under sequence parallelism."""
+    multiple: int = 1
+    """Of which the tokens are that a context-parallel rank holds of a micro-batch: sequence parallelism splits them
+    over TP, and FP8 products want 32."""
 
 
 def share_of_rank(
@@ -131,5 +132,5 @@ def _response_multiple(place: Place) -> int:
 
 
 def _batch_multiple(place: Place) -> int:
-    """What the tokens of a micro-batch are a multiple of: sequence parallelism splits what a rank holds of it."""
-    return _response_multiple(place) * place.tensor_ranks
+    """What the tokens of a micro-batch are a multiple of."""
+    return _response_multiple(place) * place.multiple

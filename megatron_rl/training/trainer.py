@@ -186,12 +186,13 @@ class Trainer:
     def share(self, update: Sequence[TrainedResponse]) -> Share:
         """This rank's micro-batches of an optimizer step, on its device."""
         trainer = self.config.trainer
+        fp8 = trainer.implementation.fp8 is not None
         place = Place(
             rank=mpu.get_data_parallel_rank(),
             ranks=mpu.get_data_parallel_world_size(),
             context_rank=mpu.get_context_parallel_rank(),
             context_ranks=trainer.context_parallel_size,
-            tensor_ranks=trainer.tensor_parallel_size if trainer.sequence_parallel else 1,
+            multiple=(trainer.tensor_parallel_size if trainer.sequence_parallel else 1) * (32 if fp8 else 1),
         )
         batches = share_of_rank(
             update,
@@ -199,6 +200,8 @@ class Trainer:
             flops=sequence_flops(self.spec.shape),
             micro_batch_size=trainer.micro_batch_size,
             max_tokens=trainer.max_tokens_per_micro_batch,
+            # The interleaved schedule runs micro-batches in rounds over the stages.
+            multiple=trainer.pipeline_parallel_size if trainer.pipeline_chunks > 1 else 1,
         )
         return tuple(_to_device(batch) for batch in batches)
 

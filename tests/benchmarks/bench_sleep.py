@@ -1,6 +1,6 @@
 """What the trainer gives back while engines sample: resident memory and seconds of sleep and wake, on a CPU.
 
-    python -m tests.benchmarks.bench_sleep
+python -m tests.benchmarks.bench_sleep
 """
 
 import ctypes

@@ -38,7 +38,7 @@ def sequences() -> list[TrainedResponse]:
 
 def micro_batches(of: list[TrainedResponse], size: int, multiple: int = 1) -> list[MicroBatch]:
     """Packed; `multiple`: the tokens of a micro-batch are padded to it."""
-    return list(share_of_rank(of, Place(tensor_ranks=multiple), flops=FLOPS, micro_batch_size=size))
+    return list(share_of_rank(of, Place(multiple=multiple), flops=FLOPS, micro_batch_size=size))
 
 
 def objective(

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.training.logprobs import BLOCK, projected_logprobs
+from megatron_rl.training import logprobs as module
+from megatron_rl.training.logprobs import projected_logprobs
 from tests.cases.group import group_of_one
 from tests.cases.logits import logprobs_of_logits
 from tests.cases.softmax import Case, gradients, plain_scores
@@ -29,11 +30,12 @@ def test_a_label_is_likeliest_where_no_allowed_token_is_likelier(group: dist.Pro
     assert likeliest.tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize(("tokens", "chunk"), [(5, 1), (5, 2), (5, 5), (5, 99), (3 * BLOCK + 7, 2 * BLOCK + 3)])
+@pytest.mark.parametrize(("tokens", "chunk"), [(5, 1), (5, 2), (5, 5), (5, 99), (31, 19)])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 def test_log_probs_in_chunks_are_those_of_all_logits(
-    tokens: int, chunk: int, entropy_gradient: bool, group: dist.ProcessGroup
+    tokens: int, chunk: int, entropy_gradient: bool, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "BLOCK", 8 * 6)  # eight tokens of the six allowed columns
     case = Case.drawn(tokens=tokens, hidden=3, columns=7, vocabulary=6)
     check(case, group, chunk=chunk, entropy_gradient=entropy_gradient, within=1e-12)
 
@@ -45,7 +47,7 @@ def test_compiled_once_they_are_the_same_for_chunks_of_any_length(
 ) -> None:
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for tokens, chunk in ((11, 4), (13, 7), (2 * BLOCK + 3, 2 * BLOCK)):
+        for tokens, chunk in ((11, 4), (13, 7), (131, 128)):
             case = Case.drawn(tokens=tokens, hidden=3, columns=37, vocabulary=33)
             check(case, group, chunk=chunk, entropy_gradient=entropy_gradient, within=1e-12, compiled=True)
 

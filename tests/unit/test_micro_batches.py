@@ -89,7 +89,7 @@ def test_under_context_parallelism_a_rank_holds_a_chunk_from_the_front_and_one_f
 
 def test_sequence_parallelism_splits_what_a_rank_holds_evenly() -> None:
     for context_rank in range(2):
-        place = Place(context_rank=context_rank, context_ranks=2, tensor_ranks=3)
+        place = Place(context_rank=context_rank, context_ranks=2, multiple=3)
         for batch in share_of_rank(UPDATE, place, flops=FLOPS, micro_batch_size=2):
             assert batch.tokens.shape[1] % 3 == 0
             assert all(length % 4 == 0 for length in batch.lengths)
@@ -136,10 +136,10 @@ def test_a_rank_without_responses_runs_on_padding() -> None:
     assert (batch.responses, batch.numbers) == (0, ())
 
 
-@pytest.mark.parametrize(("context_ranks", "tensor_ranks", "tokens"), [(1, 1, 1), (1, 4, 4), (2, 1, 2), (2, 2, 4)])
-def test_nothing_to_train_on_is_one_micro_batch_of_padding(context_ranks: int, tensor_ranks: int, tokens: int) -> None:
+@pytest.mark.parametrize(("context_ranks", "multiple", "tokens"), [(1, 1, 1), (1, 4, 4), (2, 1, 2), (2, 2, 4)])
+def test_nothing_to_train_on_is_one_micro_batch_of_padding(context_ranks: int, multiple: int, tokens: int) -> None:
     untrained = [sequence(0, 2, 3, weight=0.0)]
-    for share in shares(untrained, ranks=2, size=3, context_ranks=context_ranks, tensor_ranks=tensor_ranks):
+    for share in shares(untrained, ranks=2, size=3, context_ranks=context_ranks, multiple=multiple):
         (batch,) = share
         assert batch.mask.shape == (1, tokens)
         assert not batch.mask.any()
@@ -156,7 +156,7 @@ def test_a_micro_batch_holds_no_more_tokens_than_it_may_but_for_one_long_respons
 
 
 def test_the_padding_of_a_micro_batch_counts() -> None:
-    (share,) = shares(UPDATE, ranks=1, size=None, max_tokens=14, tensor_ranks=8)  # 9 + 4 would be padded to 16
+    (share,) = shares(UPDATE, ranks=1, size=None, max_tokens=14, multiple=8)  # 9 + 4 would be padded to 16
     assert [batch.lengths for batch in share] == [(16,), (16,), (4, 4)]
 
 
@@ -186,7 +186,7 @@ def test_any_update_is_dealt_out_whole(
     ranks: int,
     size: int | None,
     context_ranks: int,
-    tensor_ranks: int,
+    multiple: int,
     max_tokens: int | None,
 ) -> None:
     update = [sequence(number, *of_one) for number, of_one in enumerate(sizes)]
@@ -198,7 +198,7 @@ def test_any_update_is_dealt_out_whole(
             max_tokens,
             context_ranks=context_ranks,
             context_rank=context_rank,
-            tensor_ranks=tensor_ranks,
+            multiple=multiple,
         )
         for context_rank in range(context_ranks)
     ]
@@ -212,4 +212,4 @@ def test_any_update_is_dealt_out_whole(
         assert size is None or batch.responses <= size
         assert batch.responses <= 1 or max_tokens is None or sum(batch.lengths) <= max_tokens
         assert batch.tokens.shape[1] * context_ranks == sum(batch.lengths)
-        assert batch.tokens.shape[1] % tensor_ranks == 0
+        assert batch.tokens.shape[1] % multiple == 0
