@@ -1,6 +1,8 @@
 # make demo    trains a tiny model by reinforcement learning on this machine's CPU and shows the result
 # make test    lints, checks types and runs the tests
-# Both make .venv first, if it is not there or pyproject.toml changed. Needs Python 3.11 or newer, git and make.
+# make test-gpu      runs the tests that need a GPU; elsewhere they are skipped
+# make bench-trainer measures the tables of docs/performance.md (half an hour, 20 GB of memory)
+# All make .venv first, if it is not there or pyproject.toml changed. Needs Python 3.11 or newer, git and make.
 SHELL := /bin/bash
 LAYOUT ?= tp2
 SEED ?= 0
@@ -9,7 +11,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3 python3.13; do \
 BIN := .venv/bin
 READY := .venv/installed
 
-.PHONY: demo test lint setup docs
+.PHONY: demo test test-gpu bench-trainer lint setup docs
 setup: $(READY)
 
 $(READY): pyproject.toml
@@ -30,6 +32,18 @@ lint: $(READY)
 
 test: lint
 	$(BIN)/python -m pytest
+
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -m gpu -rs tests/gpu
+
+# verl's balancing is measured beside ours; only its import needs ray and tensordict.
+bench-trainer: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check ray tensordict
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1
+	$(BIN)/python -m tests.benchmarks.bench_logprobs
+	$(BIN)/python -m tests.benchmarks.bench_schedule
+	$(BIN)/python -m tests.benchmarks.bench_sleep
+	$(BIN)/torchrun --standalone --nproc-per-node 2 -m tests.benchmarks.one_layer
 
 # docs/config.md is made from the texts in megatron_rl/config.py
 docs: $(READY)
