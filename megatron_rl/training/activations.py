@@ -73,9 +73,10 @@ def layer_bytes(shape: Shape, trainer: TrainerConfig, sizes: Sizes, *, recompute
     return 2 * norm + rotary + attention + projected + (0 if "mlp" in again else _mlp(sizes))
 
 
-def ends_bytes(shape: Shape, sizes: Sizes, *, first: bool, last: bool) -> int:
-    """What embedding, final norm and log-probabilities keep of a micro-batch; between stages, what was received."""
-    kept = 8 * sizes.tokens if first else sizes.residual_tokens * shape.hidden * sizes.number
+def ends_bytes(shape: Shape, trainer: TrainerConfig, sizes: Sizes, *, first: bool, last: bool) -> int:
+    """What embedding, final norm and log-probabilities keep of a micro-batch; a loss adds a few numbers a token."""
+    ids = 8 if trainer.tensor_parallel_size == 1 else 9  # and which of them are another rank's
+    kept = ids * sizes.tokens if first else 0
     if last:
         kept += _norm(shape, sizes) + sizes.tokens * (shape.hidden * sizes.number + 8)  # hidden states, labels
     return kept
@@ -120,21 +121,28 @@ def in_flight(trainer: TrainerConfig, seat: Seat, micro_batches: int) -> int:
     return min(2 * (stages - seat.stage - 1) + (chunks - 1) * stages + 1, chunks * micro_batches)
 
 
-def layer_backward_bytes(shape: Shape, trainer: TrainerConfig, sizes: Sizes, held: Sequence[Held]) -> int:
+def layer_backward_bytes(
+    shape: Shape, trainer: TrainerConfig, sizes: Sizes, held: Sequence[Held], *, on_cpu: bool
+) -> int:
     """The most that backward takes inside one layer or the embedding: what it computes again, a weight's gradient
     before it is added to the fp32 one, and gradients of the MLP's activations."""
     again = layer_bytes(shape, trainer, sizes, recompute=False) - layer_bytes(shape, trainer, sizes)
-    weight = max(one.elements for one in held) * sizes.number
+    weight = max(one.elements for one in held) * (sizes.number + _widened(sizes, on_cpu))
     gathered = sizes.tokens * shape.hidden * sizes.number if trainer.sequence_parallel else 0
     return max(again, 0) + weight + gathered + 4 * sizes.tokens * sizes.inner * sizes.number
 
 
-def logits_bytes(shape: Shape, trainer: TrainerConfig, sizes: Sizes) -> int:
+def logits_bytes(shape: Shape, trainer: TrainerConfig, sizes: Sizes, *, on_cpu: bool) -> int:
     """The most that backward of the log-probabilities takes (`projected_logprobs`, eager): fp32 gradient of the output
     layer, gradient of the hidden states, and the larger of a chunk's logits and a chunk's weight gradient."""
     rows = shape.padded_vocab(trainer.tensor_parallel_size) // trainer.tensor_parallel_size
     weight, chunk = rows * shape.hidden, rows * min(trainer.logits_chunk, sizes.tokens)
     # Logits as projected, and five fp32 copies: scaled, shifted, exp, and two of the entropy's mean.
     of_chunk = chunk * (sizes.number + 5 * FLOAT32)
-    of_gradient = (chunk + weight) * sizes.number
+    of_gradient = (chunk + weight) * sizes.number + weight * _widened(sizes, on_cpu)
     return weight * FLOAT32 + sizes.tokens * shape.hidden * sizes.number + max(of_chunk, of_gradient)
+
+
+def _widened(sizes: Sizes, on_cpu: bool) -> int:
+    """Bytes of each number that is added to an fp32 sum: on a CPU torch makes an fp32 tensor of it first."""
+    return FLOAT32 if on_cpu and sizes.number < FLOAT32 else 0

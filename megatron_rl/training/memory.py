@@ -89,6 +89,7 @@ def memory(
     lengths: Sequence[int],
     micro_batches: int = 1,
     adam: Adam = "torch",
+    on_cpu: bool = False,
 ) -> Memory:
     """The bytes of one rank.
 
@@ -99,6 +100,7 @@ def memory(
         lengths: padded lengths of the responses of the largest micro-batch, prompts included, in tokens.
         micro_batches: of an optimizer step, on this rank.
         adam: torch's keeps a step count for each parameter.
+        on_cpu: torch computes there, which takes more for some sums.
     """
     held = held_parameters(shape, trainer, seat.stage)
     buckets = [bucket for chunk in held for bucket in lay_out(chunk, trainer, seat)]
@@ -108,8 +110,8 @@ def memory(
     parameters, gradients = elements * sizes.number, elements * FLOAT32
     first, last = seat.stage == 0, seat.stage == trainer.pipeline_parallel_size - 1
     layers = shape.layers // trainer.pipeline_parallel_size // trainer.pipeline_chunks
-    of_chunk = layers * layer_bytes(shape, trainer, sizes) + ends_bytes(shape, sizes, first=first, last=last)
-    backward = layer_backward_bytes(shape, trainer, sizes, [one for chunk in held for one in chunk])
+    of_chunk = layers * layer_bytes(shape, trainer, sizes) + ends_bytes(shape, trainer, sizes, first=first, last=last)
+    backward = layer_backward_bytes(shape, trainer, sizes, [one for chunk in held for one in chunk], on_cpu=on_cpu)
     offload = trainer.memory.offload_while_sampling
     return Memory(
         parameters=parameters,
@@ -117,7 +119,7 @@ def memory(
         optimizer=on_device,
         optimizer_on_host=on_host,
         activations=of_chunk * in_flight(trainer, seat, micro_batches),
-        backward=max(backward, logits_bytes(shape, trainer, sizes) if last else 0),
+        backward=max(backward, logits_bytes(shape, trainer, sizes, on_cpu=on_cpu) if last else 0),
         asleep=0 if offload else parameters + gradients + on_device,
         arena=parameters + on_device if offload else 0,
     )

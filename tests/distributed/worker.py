@@ -24,7 +24,7 @@ from megatron_rl.training.model import all_tokens, output_weight
 from megatron_rl.training.objective import Given
 from megatron_rl.training.trainer import Share, Trainer
 from megatron_rl.types import MicroBatch, TrainBatch, TrainedResponse
-from tests.distributed import objectives
+from tests.distributed import memory_cases, objectives
 from tests.distributed.data import VOCABULARY, make_config, make_groups
 
 TP2: dict[str, object] = {"tensor_parallel_size": 2}
@@ -98,6 +98,7 @@ def check_model(config_of: Any, reference: Path) -> dict[str, Any]:
     results["resume"] = {
         sharded: resume_gaps(config_of(distributed_optimizer=sharded), batch) for sharded in (False, True)
     }
+    results["memory"] = memory_cases.compare(config_of)
     results["from_single"] = continue_from(config_of(distributed_optimizer=True), reference, batch)
     return results
 
