@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megatron_rl.resharding.names import Shape
 from megatron_rl.training.buffers import Held, Seat
+from megatron_rl.training.logprobs import BLOCK
 from megatron_rl.training.options import TrainerConfig
 
 FLOAT32 = 4
@@ -78,7 +79,8 @@ def ends_bytes(shape: Shape, trainer: TrainerConfig, sizes: Sizes, *, first: boo
     ids = 8 if trainer.tensor_parallel_size == 1 else 9  # and which of them are another rank's
     kept = ids * sizes.tokens if first else 0
     if last:
-        kept += _norm(shape, sizes) + sizes.tokens * (shape.hidden * sizes.number + 8)  # hidden states, labels
+        of_token = shape.hidden * sizes.number + 8 + 5 * FLOAT32  # hidden states, label, statistics of its logits
+        kept += _norm(shape, sizes) + sizes.tokens * of_token
     return kept
 
 
@@ -133,14 +135,14 @@ def layer_backward_bytes(
 
 
 def logits_bytes(shape: Shape, trainer: TrainerConfig, sizes: Sizes, *, on_cpu: bool) -> int:
-    """The most that backward of the log-probabilities takes (`projected_logprobs`, eager): fp32 gradient of the output
-    layer, gradient of the hidden states, and the larger of a chunk's logits and a chunk's weight gradient."""
+    """The most that backward of the log-probabilities takes: the fp32 gradient of the output layer, that of the hidden
+    states, a chunk's logits, and what is computed from these: fp32 copies of a block, or a chunk's weight gradient."""
     rows = shape.padded_vocab(trainer.tensor_parallel_size) // trainer.tensor_parallel_size
     weight, chunk = rows * shape.hidden, rows * min(trainer.logits_chunk, sizes.tokens)
-    # Logits as projected, and five fp32 copies: scaled, shifted, exp, and two of the entropy's mean.
-    of_chunk = chunk * (sizes.number + 5 * FLOAT32)
-    of_gradient = (chunk + weight) * sizes.number + weight * _widened(sizes, on_cpu)
-    return weight * FLOAT32 + sizes.tokens * shape.hidden * sizes.number + max(of_chunk, of_gradient)
+    of_block = 2 * FLOAT32 * min(BLOCK, chunk)
+    of_gradient = weight * (sizes.number + _widened(sizes, on_cpu)) if sizes.number < FLOAT32 else 0
+    sums = weight * FLOAT32 + sizes.tokens * shape.hidden * sizes.number
+    return sums + chunk * sizes.number + max(of_block, of_gradient)
 
 
 def _widened(sizes: Sizes, on_cpu: bool) -> int:

@@ -10,6 +10,7 @@ sees, an engine or a library included, keeps working as it is. What is replaced,
 - the factories (`torch.zeros`, `torch.empty`, ...) in that view: `device="cuda"` means the CPU, `pin_memory` goes.
 - `Tensor.type()`, `Tensor.cuda()`, `Tensor.pin_memory()`, `Tensor.to()`, `Module.cuda()`: methods can't be seen
   differently by one module, so these ask who calls: for Megatron the CPU answers, for anybody else nothing changes.
+- how the hybrid optimizer splits parameters between device and host: it asks `is_cuda`, which nothing is here.
 - the tracker of parallel random states: Megatron's own refuses to run when the CPU generator moves inside a fork,
   which here is the generator that is forked.
 
@@ -66,6 +67,7 @@ def install() -> None:
             _give_view(module, view)
     _patch_methods()
     _patch_random_states()
+    _patch_hybrid_optimizer()
 
 
 class _AlwaysReady:
@@ -236,3 +238,33 @@ def _patch_random_states() -> None:
 
     states._get_cuda_rng_state, states._set_cuda_rng_state = get_state, set_state
     states.CudaRNGStatesTracker = CpuStatesTracker
+
+
+def _patch_hybrid_optimizer() -> None:
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    def split(
+        self: Any, fraction: float
+    ) -> tuple[list[Any], list[Any], dict[Any, Any], dict[Any, Any], dict[Any, Any]]:
+        """Megatron's `_get_sub_optimizer_param_groups` with the CPU as the device: the first `fraction` is copied."""
+        limit = fraction * sum(parameter.numel() for group in self.param_groups for parameter in group["params"])
+        groups: tuple[list[Any], list[Any]] = ([], [])
+        copies, fp32, moved = {}, {}, 0
+        for group in self.param_groups:
+            members: tuple[list[Any], list[Any]] = ([], [])
+            for parameter in group["params"]:
+                inner, on_device = parameter, moved >= limit
+                if not on_device:
+                    inner = parameter.detach().clone()
+                    moved += parameter.numel()
+                if self.param_update_in_fp32 and parameter.dtype != torch.float32:
+                    inner = fp32[parameter] = inner.detach().float()
+                if not on_device:
+                    copies[parameter] = inner
+                members[on_device].append(inner)
+            for place, found in zip(groups, members, strict=True):
+                if found:
+                    place.append({**group, "params": found})
+        return *groups, copies, {inner: parameter for parameter, inner in copies.items()}, fp32
+
+    HybridDeviceOptimizer._get_sub_optimizer_param_groups = split

@@ -6,13 +6,14 @@ front and the r-th from the back, so that causal attention costs all ranks the s
 expect it so.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from megatron_rl.training.schedule import schedule
 from megatron_rl.types import MicroBatch, TrainedResponse
 
 
@@ -28,35 +29,49 @@ class Place:
     """Context-parallel rank, and how many there are."""
 
     context_ranks: int = 1
-    tensor_ranks: int = 1
-    """How many ranks split the tokens of a micro-batch under sequence parallelism."""
+    multiple: int = 1
+    """Of which the tokens are that a context-parallel rank holds of a micro-batch: sequence parallelism splits them
+    over TP, and FP8 products want 32."""
 
 
 def share_of_rank(
-    update: Sequence[TrainedResponse], place: Place, *, micro_batch_size: int, max_tokens: int | None = None
+    update: Sequence[TrainedResponse],
+    place: Place,
+    *,
+    flops: Callable[[int], int],
+    micro_batch_size: int | None = None,
+    max_tokens: int | None = None,
+    multiple: int = 1,
 ) -> tuple[MicroBatch, ...]:
-    """This rank's micro-batches of an optimizer step: as many on every rank.
+    """This rank's micro-batches of an optimizer step: as many on every rank, see `schedule`.
 
-    Responses with weight 0 are left out; a rank without any still runs, on padding. Longest first, dealt out in turn,
-    so that ranks get like lengths.
+    Responses with weight 0 are left out; a micro-batch without any still runs, on padding.
 
     Args:
         update: all responses of the optimizer step.
         place: of this rank.
+        flops: of a response of so many tokens.
         micro_batch_size: most responses in a micro-batch.
         max_tokens: most tokens in a micro-batch, with padding; a longer response gets one of its own.
+        multiple: what the number of micro-batches on a rank is a multiple of.
     """
-    trained = sorted((one for one in update if one.weight != 0), key=lambda one: -_length(one))
-    cuts = [_cut(trained[rank :: place.ranks], place, micro_batch_size, max_tokens) for rank in range(place.ranks)]
-    count = max(1, *(len(of_rank) for of_rank in cuts))
-    mine = cuts[place.rank]
-    return tuple(pack(mine[number] if number < len(mine) else (), place) for number in range(count))
+    trained = [one for one in update if one.weight != 0]
+    of_ranks = schedule(
+        [_padded(one, place) for one in trained],
+        flops,
+        ranks=place.ranks,
+        # Rounded down, so that a micro-batch still fits when it is padded as a whole.
+        max_tokens=None if max_tokens is None else max_tokens - max_tokens % _batch_multiple(place),
+        max_responses=micro_batch_size,
+        multiple=multiple,
+    )
+    return tuple(pack([trained[index] for index in batch], place) for batch in of_ranks[place.rank])
 
 
 def pack(responses: Sequence[TrainedResponse], place: Place) -> MicroBatch:
     """One micro-batch; without responses it is padding alone."""
-    lengths = [_padded(one, place) for one in responses] or [_multiple(place)]
-    lengths[-1] += _filled(sum(lengths), place) - sum(lengths)
+    lengths = [_padded(one, place) for one in responses] or [_response_multiple(place)]
+    lengths[-1] += -sum(lengths) % _batch_multiple(place)
     starts = [0, *accumulate(lengths)]
     total = starts[-1]
     tokens, labels = (torch.zeros(total, dtype=torch.int64) for _ in range(2))
@@ -105,37 +120,17 @@ def held_tokens(lengths: Sequence[int], context_rank: int, context_ranks: int) -
     return torch.cat(held)
 
 
-def _cut(
-    responses: Sequence[TrainedResponse], place: Place, size: int, max_tokens: int | None
-) -> list[list[TrainedResponse]]:
-    """Runs of at most `size` responses and `max_tokens` tokens."""
-    runs: list[list[TrainedResponse]] = []
-    tokens = 0
-    for one in responses:
-        length = _padded(one, place)
-        too_long = max_tokens is not None and _filled(tokens + length, place) > max_tokens
-        if not runs or len(runs[-1]) == size or too_long:
-            runs.append([])
-            tokens = 0
-        runs[-1].append(one)
-        tokens += length
-    return runs
-
-
-def _length(one: TrainedResponse) -> int:
-    return len(one.prompt_ids) + len(one.response_ids) - 1  # the last token is a label only
-
-
 def _padded(one: TrainedResponse, place: Place) -> int:
-    multiple = _multiple(place)
-    return -(-_length(one) // multiple) * multiple
+    """Tokens of a response with its prompt and padding."""
+    length = len(one.prompt_ids) + len(one.response_ids) - 1  # the last token is a label only
+    return length + -length % _response_multiple(place)
 
 
-def _filled(tokens: int, place: Place) -> int:
-    """Tokens of a micro-batch with the padding by which sequence parallelism splits it evenly."""
-    multiple = _multiple(place) * place.tensor_ranks
-    return -(-tokens // multiple) * multiple
-
-
-def _multiple(place: Place) -> int:
+def _response_multiple(place: Place) -> int:
+    """What the tokens of a response are a multiple of: context parallelism splits it into two chunks a rank."""
     return 1 if place.context_ranks == 1 else 2 * place.context_ranks
+
+
+def _batch_multiple(place: Place) -> int:
+    """What the tokens of a micro-batch are a multiple of."""
+    return _response_multiple(place) * place.multiple

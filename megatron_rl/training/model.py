@@ -17,6 +17,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_rl.errors import UserError
 from megatron_rl.resharding.hf_files import HfReader
 from megatron_rl.resharding.names import Shape, pieces
 from megatron_rl.resharding.shards import named_shards
@@ -74,14 +75,22 @@ def transformer_config(spec: ModelSpec, trainer: TrainerConfig) -> TransformerCo
         apply_rope_fusion=choice.layers == "transformer_engine",
         gradient_accumulation_fusion=choice.fused_gradients,
         attention_backend=AttnBackend[trainer.implementation.attention],
-        **_recompute(memory),
+        **_recompute(memory, choice),
         **_fp8(choice),
         masked_softmax_fusion=False,  # of an attention that is in neither spec
     )
 
 
-def _recompute(memory: MemoryConfig) -> dict[str, Any]:
-    """Megatron's names for which activations are computed again."""
+def _recompute(memory: MemoryConfig, choice: Implementation) -> dict[str, Any]:
+    """Megatron's names for which activations are computed again.
+
+    Raises:
+        UserError: a module can't be computed again here.
+    """
+    if memory.recompute == "selective" and "layernorm" in memory.recompute_modules and choice.layers == "local":
+        raise UserError(
+            "trainer.memory.recompute_modules: layernorm needs Transformer Engine's layers, and local ones are used"
+        )
     if memory.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if memory.recompute == "selective":

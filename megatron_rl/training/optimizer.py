@@ -10,23 +10,28 @@ size (a tied embedding under PP has a bucket of its own), the saved state is cut
 buckets without their padding and looks parameters up with it. Weights and moments come back shifted, silently.
 """
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, distrib_optimizer, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from megatron_rl.training.implementation import choose
 from megatron_rl.training.model import DTYPES
-from megatron_rl.training.options import TrainerConfig
+from megatron_rl.training.options import Adam, TrainerConfig
 
 
 def build_optimizer(trainer: TrainerConfig, models: list[DistributedDataParallel]) -> MegatronOptimizer:
     """AdamW with decoupled weight decay (none on biases and norms, as Megatron does) and gradient clipping."""
-    dtype = DTYPES[trainer.dtype]
+    dtype, on_host = DTYPES[trainer.dtype], trainer.memory.optimizer_on_host
+    _use_adam(choose(trainer.implementation).adam)
     config = OptimizerConfig(
         optimizer="adam",
         lr=trainer.lr,
@@ -38,8 +43,34 @@ def build_optimizer(trainer: TrainerConfig, models: list[DistributedDataParallel
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=trainer.distributed_optimizer,
+        optimizer_cpu_offload=on_host > 0,
+        optimizer_offload_fraction=on_host,
+        overlap_cpu_optimizer_d2h_h2d=on_host > 0,
     )
-    return get_megatron_optimizer(config, models)
+    if on_host:
+        # Otherwise the distributed optimizer keeps fp32 weights on the device as well. Set here, because Megatron's
+        # constructor asks for Transformer Engine's version, and fails where there is none.
+        config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        config.store_param_remainders = False
+    optimizer = get_megatron_optimizer(config, models)
+    for group in optimizer.param_groups:  # the hybrid optimizer notes classes there, which no checkpoint can hold
+        for key in [key for key, value in group.items() if isinstance(value, type)]:
+            del group[key]
+    return optimizer
+
+
+def _use_adam(adam: Adam) -> None:
+    """Have Megatron use this Adam; by itself it takes the first that imports."""
+    if adam == "torch":
+        chosen: Any = torch.optim.AdamW
+    else:
+        module = "transformer_engine.pytorch.optimizers" if adam == "transformer_engine" else "apex.optimizers"
+        chosen = importlib.import_module(module).FusedAdam
+    megatron_optimizer.Adam = distrib_optimizer.Adam = chosen
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = adam == "torch"
+    distrib_optimizer.HAVE_APEX_OR_TE = adam != "torch"
+    distrib_optimizer.USING_TE_OPTIMIZER = adam == "transformer_engine"
+    distrib_optimizer.USING_APEX_OPTIMIZER = adam == "apex"
 
 
 def learning_rate(trainer: TrainerConfig, updates_done: int, *, updates_per_rollout: int = 1) -> float:
@@ -61,17 +92,24 @@ def set_rates(optimizer: MegatronOptimizer, *, lr: float, weight_decay: float) -
 def make_adam_state(optimizer: MegatronOptimizer) -> None:
     """Make Adam's state now rather than in its first step: what is to be saved or loaded must exist."""
     for part in _parts(optimizer):
-        if not isinstance(part.optimizer, torch.optim.AdamW):
-            if part.init_state_fn:
-                part.init_state_fn(part.optimizer, part.config)
-            continue
-        for group in part.optimizer.param_groups:
-            for parameter in group["params"]:
-                state = part.optimizer.state[parameter]
-                if not state:
-                    state["step"] = torch.tensor(0.0)
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+        hybrid = isinstance(part.optimizer, HybridDeviceOptimizer)
+        for adam in part.optimizer.sub_optimizers if hybrid else [part.optimizer]:
+            if isinstance(adam, torch.optim.AdamW):
+                _make_torch_state(adam)
+            else:
+                part.init_state_fn(adam, part.config)
+        if hybrid:
+            part.optimizer._sync_sub_optimizers_state_to_hdo()
+
+
+def _make_torch_state(adam: torch.optim.AdamW) -> None:
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            state = adam.state[parameter]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
 
 
 def state_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:

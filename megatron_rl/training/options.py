@@ -70,11 +70,12 @@ class TrainerConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of parameters and activations; gradients and optimizer state are float32."""
 
-    micro_batch_size: Positive = 1
-    """Most responses in a forward pass."""
+    max_tokens_per_micro_batch: Positive | None = 22528
+    """Most tokens in a forward pass, prompts and padding too, on all context-parallel ranks together; a longer response
+    gets one of its own. By default a longest prompt and response; `null`: `micro_batch_size` decides."""
 
-    max_tokens_per_micro_batch: Positive | None = None
-    """Most tokens in a forward pass, prompts and padding too; a longer response gets one of its own."""
+    micro_batch_size: Positive | None = None
+    """Most responses in a forward pass; `null`: as many as fit."""
 
     logits_chunk: Positive = 1024
     """Tokens whose logits exist at once, in fp32 and over the whole vocabulary: fewer take less memory."""

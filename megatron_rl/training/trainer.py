@@ -23,7 +23,9 @@ from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.training import cpu
 from megatron_rl.training.batch import untrained
 from megatron_rl.training.data_parallel import wrap
+from megatron_rl.training.flops import sequence_flops
 from megatron_rl.training.hf_config import ModelSpec
+from megatron_rl.training.implementation import choose
 from megatron_rl.training.logprobs import projected_logprobs
 from megatron_rl.training.micro_batches import Place, share_of_rank
 from megatron_rl.training.model import all_tokens, build_model, load_hf_weights, output_weight
@@ -184,18 +186,22 @@ class Trainer:
     def share(self, update: Sequence[TrainedResponse]) -> Share:
         """This rank's micro-batches of an optimizer step, on its device."""
         trainer = self.config.trainer
+        fp8 = trainer.implementation.fp8 is not None
         place = Place(
             rank=mpu.get_data_parallel_rank(),
             ranks=mpu.get_data_parallel_world_size(),
             context_rank=mpu.get_context_parallel_rank(),
             context_ranks=trainer.context_parallel_size,
-            tensor_ranks=trainer.tensor_parallel_size if trainer.sequence_parallel else 1,
+            multiple=(trainer.tensor_parallel_size if trainer.sequence_parallel else 1) * (32 if fp8 else 1),
         )
         batches = share_of_rank(
             update,
             place,
+            flops=sequence_flops(self.spec.shape),
             micro_batch_size=trainer.micro_batch_size,
             max_tokens=trainer.max_tokens_per_micro_batch,
+            # The interleaved schedule runs micro-batches in rounds over the stages.
+            multiple=trainer.pipeline_parallel_size if trainer.pipeline_chunks > 1 else 1,
         )
         return tuple(_to_device(batch) for batch in batches)
 
@@ -227,6 +233,7 @@ class Trainer:
             vocabulary=self.vocabulary,
             group=mpu.get_tensor_model_parallel_group(),
             entropy_gradient=self.objective.entropy_gradient,
+            compiled=choose(self.config.trainer.implementation).logprobs == "compiled",
         )
         return tuple(values.unsqueeze(0) for values in scores)
 

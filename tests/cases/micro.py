@@ -9,9 +9,13 @@ from torch import Tensor
 
 from megatron_rl.algorithms.losses import LossInputs, Metrics
 from megatron_rl.config import AlgorithmConfig
+from megatron_rl.training.flops import SequenceFlops
 from megatron_rl.training.micro_batches import Place, share_of_rank
 from megatron_rl.training.objective import Given, Objective
 from megatron_rl.types import MicroBatch, TrainedResponse
+
+FLOPS = SequenceFlops(linear=100, quadratic=1)
+"""Of no model in particular."""
 
 
 def sequences() -> list[TrainedResponse]:
@@ -34,7 +38,7 @@ def sequences() -> list[TrainedResponse]:
 
 def micro_batches(of: list[TrainedResponse], size: int, multiple: int = 1) -> list[MicroBatch]:
     """Packed; `multiple`: the tokens of a micro-batch are padded to it."""
-    return list(share_of_rank(of, Place(tensor_ranks=multiple), micro_batch_size=size))
+    return list(share_of_rank(of, Place(multiple=multiple), flops=FLOPS, micro_batch_size=size))
 
 
 def objective(

@@ -44,7 +44,7 @@ def test_each_rank_reads_only_its_slices(launched: Launch, layout: str, kind: st
 @each_kind
 @each_layout
 def test_gradients_equal_one_process(launched: Launch, layout: str, kind: str) -> None:
-    for policy, of_tensor in (("on_policy", 2e-6), ("clipped", 1e-5)):  # exp(log-prob differences) adds rounding
+    for policy, of_tensor in (("on_policy", 3e-6), ("clipped", 1e-5)):  # exp(log-prob differences) adds rounding
         reference, _ = launched("single")[0][kind][policy]
         for rank in launched(layout):
             gradients, _ = rank[kind][policy]
@@ -93,11 +93,19 @@ def test_the_norm_that_gradients_are_clipped_by_equals_one_process(launched: Lau
 @each_kind
 @each_layout
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_resumed_trainer_goes_on_as_if_it_never_stopped(
+def test_a_resumed_trainer_goes_on_as_one_that_only_slept(
     launched: Launch, layout: str, kind: str, sharded: bool
 ) -> None:
     for rank in launched(layout):
-        assert rank[kind]["resume"][sharded] == {"loaded": 0.0, "continued": 0.0}
+        assert rank[kind]["resume"][sharded] == {"loaded": 0.0, "continued": 0.0, "asleep": 0.0}
+
+
+@each_kind
+@each_layout
+def test_optimizer_state_on_the_host_changes_nothing(launched: Launch, layout: str, kind: str) -> None:
+    for rank in launched(layout):
+        found = rank[kind]["on_host"]
+        assert found == {"loaded": 0.0, "continued": 0.0, "asleep": 0.0, "device": 0.0}
 
 
 @each_kind

@@ -22,6 +22,7 @@ from megatron_rl.training.hf_config import read_model_spec
 from megatron_rl.training.micro_batches import held_tokens
 from megatron_rl.training.model import all_tokens, output_weight
 from megatron_rl.training.objective import Given
+from megatron_rl.training.optimizer import state_tensors
 from megatron_rl.training.trainer import Share, Trainer
 from megatron_rl.types import MicroBatch, TrainBatch, TrainedResponse
 from tests.distributed import memory_cases, objectives
@@ -31,18 +32,22 @@ TP2: dict[str, object] = {"tensor_parallel_size": 2}
 PP2: dict[str, object] = {"pipeline_parallel_size": 2}
 CP2: dict[str, object] = {"context_parallel_size": 2}
 SP: dict[str, object] = {"sequence_parallel": True}
+INTERLEAVED: dict[str, object] = {"pipeline_chunks": 2}
+SOME_AGAIN: dict[str, object] = {"memory": {"recompute": "selective", "recompute_modules": ["core_attn", "mlp"]}}
+ALL_AGAIN: dict[str, object] = {"memory": {"recompute": "full"}}
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "single": (1, {}),
-    "tp2": (2, TP2),
+    "tp2": (2, TP2 | SOME_AGAIN),
     "cp2": (2, CP2),
     "tp2_pp2": (4, TP2 | PP2),
-    "tp2_cp2_sp": (4, TP2 | CP2 | SP),
-    "pp2_cp2": (4, PP2 | CP2),
+    "tp2_cp2_sp": (4, TP2 | CP2 | SP | ALL_AGAIN),
+    "pp2_cp2": (4, PP2 | CP2 | ALL_AGAIN),
     "tp2_sp_dp2": (4, TP2 | SP),
-    "pp2_dp2": (4, PP2),
-    "cp2_dp2": (4, CP2),
+    "pp2_dp2": (4, PP2 | INTERLEAVED),
+    "cp2_dp2": (4, CP2 | {"overlap_grad_reduce": False}),
 }
-"""By name: processes and layout. Of TP, PP, CP and DP every pair meets in one of them."""
+"""By name: processes and layout. Of TP, PP, CP and DP every pair meets in one of them; some compute activations again,
+and in one the pipeline is interleaved."""
 
 
 def main() -> None:
@@ -98,6 +103,7 @@ def check_model(config_of: Any, reference: Path) -> dict[str, Any]:
     results["resume"] = {
         sharded: resume_gaps(config_of(distributed_optimizer=sharded), batch) for sharded in (False, True)
     }
+    results["on_host"] = on_host_gaps(config_of, batch)
     results["memory"] = memory_cases.compare(config_of)
     results["from_single"] = continue_from(config_of(distributed_optimizer=True), reference, batch)
     return results
@@ -217,12 +223,38 @@ def resume_gaps(config: Config, batch: TrainBatch) -> dict[str, float]:
     first.train(batch)
     path = save_checkpoint(config, first, run_state(first))
     saved = hf_named(first)
+    asleep = sleep_and_wake(first)
     first.train(batch)
     second = new_trainer(config)
     load_checkpoint(path, second, run_state(second, updates=first.updates_done // 2))
     loaded = hf_named(second)
     second.train(batch)
-    return {"loaded": gap(saved, loaded), "continued": gap(hf_named(first), hf_named(second))}
+    return {"loaded": gap(saved, loaded), "continued": gap(hf_named(first), hf_named(second)), "asleep": asleep}
+
+
+def sleep_and_wake(trainer: Trainer) -> float:
+    """Send the trainer to sleep in two steps and wake it; bytes that it held on the device while it slept."""
+    memory = trainer.memory
+    assert memory
+    held = [*trainer.parameters(), *state_tensors(trainer.optimizer)]
+    grads = [buffer.grad_data for chunk in trainer.chunks for buffer in chunk.buffers]
+    memory.sleep(keep_parameters=True)
+    assert all(parameter.untyped_storage().nbytes() for parameter in trainer.parameters())
+    memory.sleep()
+    asleep = sum(tensor.untyped_storage().nbytes() for tensor in (*held, *grads))
+    memory.wake()
+    return float(asleep)
+
+
+def on_host_gaps(config_of: Any, batch: TrainBatch) -> dict[str, float]:
+    """The optimizer's state half on the host: against all of it on the device, and stopped and resumed."""
+    device, half = (config_of(dtype="bfloat16", memory={"optimizer_on_host": part}) for part in (0.0, 0.5))
+    trained = []
+    for config in (device, half):
+        trainer = new_trainer(config)
+        trainer.train(batch)
+        trained.append(hf_named(trainer))
+    return resume_gaps(half, batch) | {"device": gap(*trained)}
 
 
 def continue_from(config: Config, reference: Path, batch: TrainBatch) -> dict[str, dict[str, torch.Tensor]]:

@@ -22,8 +22,8 @@ from megatron_rl.algorithms.losses import masked_mean, ppo_clip
 from megatron_rl.algorithms.shaping import soft_overlong_penalty
 from megatron_rl.algorithms.weights import loss_weights
 from megatron_rl.training.batch import make_batch
-from megatron_rl.training.logprobs import token_logprobs
 from tests.cases.group import group_of_one
+from tests.cases.logits import logprobs_of_logits
 from tests.cases.step import Responses, Step, double, gradient, loss_inputs
 from tests.tiny import graded_group, run_config
 
@@ -294,7 +294,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 def scored(temperature: float, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs and entropy of three tokens that all have the distribution of the vector."""
     logits, labels = double(V14["p"]).log().expand(3, 3), torch.arange(3)
-    return token_logprobs(logits, labels, temperature=temperature, vocabulary=3, group=group)
+    return logprobs_of_logits(logits, labels, temperature=temperature, vocabulary=3, group=group)
 
 
 @pytest.mark.parametrize(

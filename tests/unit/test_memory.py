@@ -93,9 +93,9 @@ def test_earlier_stages_keep_more_micro_batches(stage: int, micro_batches: int, 
 
 
 def test_full_recompute_keeps_the_input_of_each_layer():
-    tokens = LONGEST[0]  # ids and whose they are; the final norm; hidden states and labels
+    tokens = LONGEST[0]  # ids and whose they are; the final norm; hidden states, labels and five statistics
     kept = of(QWEN_32B, tensor_parallel_size=8, memory={"recompute": "full"}).activations
-    ends = tokens * (9 + 5120 * 6 + 4 + 5120 * 2 + 8)
+    ends = tokens * (9 + 5120 * 6 + 4 + 5120 * 2 + 28)
     assert kept == 64 * tokens * 5120 * 2 + ends
 
 
@@ -105,7 +105,7 @@ def test_what_a_layer_keeps():
     two_groups = replace(TINY, kv_heads=2)
     found = memory(two_groups, TrainerConfig(tensor_parallel_size=2), Seat(), lengths=(60, 40)).activations
     layer = 160 + 8 + 32 + (12 + 8) * 2 + 17 + 4 + 8 + 40
-    assert found == 100 * (2 * layer + 9 + 10 * 6 + 4 + 10 * 2 + 8)
+    assert found == 100 * (2 * layer + 9 + 10 * 6 + 4 + 10 * 2 + 28)
 
 
 def test_part_of_the_optimizer_on_the_host():

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.training.micro_batches import Place, share_of_rank
 from megatron_rl.types import MicroBatch, TrainedResponse
+from tests.cases.micro import FLOPS
 
 
 def sequence(number: int, prompt: int, length: int, weight: float = 1.0) -> TrainedResponse:
@@ -29,10 +30,16 @@ UPDATE = [sequence(0, 2, 3), sequence(1, 4, 6), sequence(2, 1, 1), sequence(3, 3
 
 
 def shares(
-    update: list[TrainedResponse], ranks: int, size: int, max_tokens: int | None = None, **place: int
+    update: list[TrainedResponse], ranks: int, size: int | None, max_tokens: int | None = None, **place: int
 ) -> list[tuple[MicroBatch, ...]]:
     return [
-        share_of_rank(update, Place(rank=rank, ranks=ranks, **place), micro_batch_size=size, max_tokens=max_tokens)
+        share_of_rank(
+            update,
+            Place(rank=rank, ranks=ranks, **place),
+            flops=FLOPS,
+            micro_batch_size=size,
+            max_tokens=max_tokens,
+        )
         for rank in range(ranks)
     ]
 
@@ -65,7 +72,8 @@ def test_responses_stand_one_after_another_and_the_mask_predicts_exactly_them() 
 def test_under_context_parallelism_a_rank_holds_a_chunk_from_the_front_and_one_from_the_back_of_each_response() -> None:
     update = [sequence(0, 2, 6), sequence(1, 1, 2)]  # 7 and 2 tokens, padded to 8 and 4
     (first,), (second,) = (
-        share_of_rank(update, Place(context_rank=rank, context_ranks=2), micro_batch_size=2) for rank in range(2)
+        share_of_rank(update, Place(context_rank=rank, context_ranks=2), flops=FLOPS, micro_batch_size=2)
+        for rank in range(2)
     )
     assert first.tokens.tolist() == [[1000, 1001, 1505 - 1, 0, 2000, 0]]
     assert second.tokens.tolist() == [[1500, 1501, 1502, 1503, 2500, 0]]
@@ -81,8 +89,8 @@ def test_under_context_parallelism_a_rank_holds_a_chunk_from_the_front_and_one_f
 
 def test_sequence_parallelism_splits_what_a_rank_holds_evenly() -> None:
     for context_rank in range(2):
-        place = Place(context_rank=context_rank, context_ranks=2, tensor_ranks=3)
-        for batch in share_of_rank(UPDATE, place, micro_batch_size=2):
+        place = Place(context_rank=context_rank, context_ranks=2, multiple=3)
+        for batch in share_of_rank(UPDATE, place, flops=FLOPS, micro_batch_size=2):
             assert batch.tokens.shape[1] % 3 == 0
             assert all(length % 4 == 0 for length in batch.lengths)
             assert sum(batch.lengths) == 2 * batch.tokens.shape[1] == int(batch.starts[-1])
@@ -128,23 +136,33 @@ def test_a_rank_without_responses_runs_on_padding() -> None:
     assert (batch.responses, batch.numbers) == (0, ())
 
 
-@pytest.mark.parametrize(("context_ranks", "tensor_ranks", "tokens"), [(1, 1, 1), (1, 4, 4), (2, 1, 2), (2, 2, 4)])
-def test_nothing_to_train_on_is_one_micro_batch_of_padding(context_ranks: int, tensor_ranks: int, tokens: int) -> None:
+@pytest.mark.parametrize(("context_ranks", "multiple", "tokens"), [(1, 1, 1), (1, 4, 4), (2, 1, 2), (2, 2, 4)])
+def test_nothing_to_train_on_is_one_micro_batch_of_padding(context_ranks: int, multiple: int, tokens: int) -> None:
     untrained = [sequence(0, 2, 3, weight=0.0)]
-    for share in shares(untrained, ranks=2, size=3, context_ranks=context_ranks, tensor_ranks=tensor_ranks):
+    for share in shares(untrained, ranks=2, size=3, context_ranks=context_ranks, multiple=multiple):
         (batch,) = share
         assert batch.mask.shape == (1, tokens)
         assert not batch.mask.any()
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "lengths"), [(None, [(10, 9, 4, 1)]), (14, [(10,), (9, 4, 1)]), (5, [(10,), (9,), (4, 1)])]
+    ("max_tokens", "lengths"), [(None, [(10, 9, 4, 1)]), (14, [(9, 4), (10, 1)]), (5, [(10,), (9,), (4, 1)])]
 )
 def test_a_micro_batch_holds_no_more_tokens_than_it_may_but_for_one_long_response(
     max_tokens: int | None, lengths: list[tuple[int, ...]]
 ) -> None:
     (share,) = shares(UPDATE, ranks=1, size=9, max_tokens=max_tokens)
     assert [batch.lengths for batch in share] == lengths
+
+
+def test_the_padding_of_a_micro_batch_counts() -> None:
+    (share,) = shares(UPDATE, ranks=1, size=None, max_tokens=14, multiple=8)  # 9 + 4 would be padded to 16
+    assert [batch.lengths for batch in share] == [(16,), (16,), (4, 4)]
+
+
+def test_a_pipeline_gets_as_many_micro_batches_as_it_needs() -> None:
+    share = share_of_rank(UPDATE, Place(), flops=FLOPS, max_tokens=14, multiple=4)
+    assert [batch.numbers for batch in share] == [(4,), (1, 2), (0,), ()]
 
 
 def test_ranks_get_like_lengths() -> None:
@@ -158,7 +176,7 @@ def test_ranks_get_like_lengths() -> None:
 @given(
     st.lists(st.tuples(st.integers(1, 5), st.integers(1, 7), st.sampled_from([0.0, 1.0])), max_size=12),
     st.integers(1, 4),
-    st.integers(1, 4),
+    st.sampled_from([None, 1, 2, 4]),
     st.sampled_from([1, 2, 3]),
     st.sampled_from([1, 2, 8]),
     st.sampled_from([None, 3, 9, 20]),
@@ -166,9 +184,9 @@ def test_ranks_get_like_lengths() -> None:
 def test_any_update_is_dealt_out_whole(
     sizes: list[tuple[int, int, float]],
     ranks: int,
-    size: int,
+    size: int | None,
     context_ranks: int,
-    tensor_ranks: int,
+    multiple: int,
     max_tokens: int | None,
 ) -> None:
     update = [sequence(number, *of_one) for number, of_one in enumerate(sizes)]
@@ -180,7 +198,7 @@ def test_any_update_is_dealt_out_whole(
             max_tokens,
             context_ranks=context_ranks,
             context_rank=context_rank,
-            tensor_ranks=tensor_ranks,
+            multiple=multiple,
         )
         for context_rank in range(context_ranks)
     ]
@@ -191,7 +209,7 @@ def test_any_update_is_dealt_out_whole(
     assert total == pytest.approx(sum(one.weight * len(one.response_ids) for one in update))
     assert len({len(share) for all_shares in of_context for share in all_shares}) == 1
     for batch in batches:
-        assert batch.responses <= size
+        assert size is None or batch.responses <= size
         assert batch.responses <= 1 or max_tokens is None or sum(batch.lengths) <= max_tokens
         assert batch.tokens.shape[1] * context_ranks == sum(batch.lengths)
-        assert batch.tokens.shape[1] % tensor_ranks == 0
+        assert batch.tokens.shape[1] % multiple == 0

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.algorithms.losses import reinforce
-from megatron_rl.training.logprobs import token_logprobs
 from megatron_rl.types import MicroBatch, TrainedResponse
 from tests.cases.group import group_of_one
+from tests.cases.logits import logprobs_of_logits
 from tests.cases.micro import micro_batches, objective, sequences
 
 
@@ -156,7 +156,7 @@ def test_the_gradient_of_an_entropy_bonus_is_that_of_a_plain_softmax(
     (batch,) = micro_batches(sequences(), 5)
     generator = torch.Generator().manual_seed(0)
     logits = (2 * torch.randn(*batch.labels.shape, PADDED, generator=generator)).requires_grad_()
-    logprobs, entropies, _ = token_logprobs(
+    logprobs, entropies, _ = logprobs_of_logits(
         logits,
         batch.labels,
         temperature=TEMPERATURE,
