@@ -270,9 +270,7 @@ class Config(Section):
         if trainer.sequence_parallel and trainer.tensor_parallel_size == 1:
             raise ValueError("trainer.sequence_parallel needs trainer.tensor_parallel_size > 1; set it to false")
         if trainer.max_tokens_per_micro_batch is None and trainer.micro_batch_size is None:
-            raise ValueError(
-                "trainer.max_tokens_per_micro_batch and trainer.micro_batch_size: set one of them"
-            )
+            raise ValueError("trainer.max_tokens_per_micro_batch and trainer.micro_batch_size: set one of them")
         if trainer.pipeline_chunks > 1 and trainer.pipeline_parallel_size == 1:
             raise ValueError("trainer.pipeline_chunks needs trainer.pipeline_parallel_size > 1; set it to 1")
         if trainer.memory.optimizer_on_host and not (trainer.dtype == "bfloat16" and trainer.distributed_optimizer):

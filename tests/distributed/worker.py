@@ -25,7 +25,7 @@ from megatron_rl.training.objective import Given
 from megatron_rl.training.optimizer import state_tensors
 from megatron_rl.training.trainer import Share, Trainer
 from megatron_rl.types import MicroBatch, TrainBatch, TrainedResponse
-from tests.distributed import objectives
+from tests.distributed import memory_cases, objectives
 from tests.distributed.data import VOCABULARY, make_config, make_groups
 
 TP2: dict[str, object] = {"tensor_parallel_size": 2}
@@ -104,6 +104,7 @@ def check_model(config_of: Any, reference: Path) -> dict[str, Any]:
         sharded: resume_gaps(config_of(distributed_optimizer=sharded), batch) for sharded in (False, True)
     }
     results["on_host"] = on_host_gaps(config_of, batch)
+    results["memory"] = memory_cases.compare(config_of)
     results["from_single"] = continue_from(config_of(distributed_optimizer=True), reference, batch)
     return results
 

@@ -1,0 +1,19 @@
+"""The formula for every byte against what each rank holds, in every layout."""
+
+import pytest
+
+from tests.distributed.conftest import KINDS, Launch
+from tests.distributed.worker import LAYOUTS
+
+TOKENS = 64  # of the micro-batch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_byte_is_computed(launched: Launch, layout: str, kind: str) -> None:
+    for rank in launched(layout):
+        assert len(rank[kind]["memory"]) == 4  # fp32 and bf16, with and without the distributed optimizer
+        for trainer, (measured, computed) in rank[kind]["memory"].items():
+            of_loss = measured.pop("activations") - computed.pop("activations")
+            assert measured == computed, trainer
+            assert 0 <= of_loss <= 32 * TOKENS, trainer
