@@ -3,9 +3,10 @@
 8,192 made-up response lengths, FLOPs of Qwen2.5-32B, on one CPU.
 
 - `first fit`: first fit decreasing by tokens; micro-batches are sorted by FLOPs and dealt out to ranks in turn.
-- `verl`: as its PPO trainer does it, with its functions and its own measure of work: responses to ranks by
-  Karmarkar-Karp, as many to each; then each rank's to micro-batches by the same, one more on every rank until none
-  exceeds the budget. Its seconds are those of the slowest rank, as ranks work at the same time.
+- `verl`: as its PPO trainer does it, with its functions: responses to ranks by Karmarkar-Karp, as many to each; then
+  each rank's to micro-batches by the same, one more on every rank until none exceeds the budget. Its seconds are those
+  of the slowest rank, as ranks work at the same time. Its measure of work is fixed, to that of a 7B model.
+- `verl, these FLOPs`: the same with the FLOPs that the table is measured in, which verl has no option for.
 
 Bound: the fewest micro-batches that could hold all tokens. Fill: tokens, of the room in all micro-batches. Imbalance:
 by how much the rank with most FLOPs is above the mean. Lockstep: the same summed over micro-batches, which is lost
@@ -16,6 +17,7 @@ import importlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -44,7 +46,8 @@ def main() -> None:
     missing = ""
     try:
         balancing = importlib.import_module("verl.utils.seqlen_balancing")
-        ways["verl"] = lambda lengths, budget, ranks: verl(balancing, lengths, budget, ranks)
+        for name, work in {"verl": balancing.calculate_workload, "verl, these FLOPs": FLOPS}.items():
+            ways[name] = partial(verl, balancing, work)
     except ModuleNotFoundError as error:
         missing = f"\nverl: not installed (pip install --no-deps {VERL}; pip install ray tensordict): {error}"
     for name, way in ways.items():
@@ -97,11 +100,14 @@ def first_fit(lengths: Sequence[int], budget: int, ranks: int) -> tuple[Plan, fl
     return [batches[rank::ranks] for rank in range(ranks)], time.perf_counter() - started
 
 
-def verl(balancing: Any, lengths: Sequence[int], budget: int, ranks: int) -> tuple[Plan, float]:
-    """The plan and the seconds of the slowest rank, by verl's module `balancing`."""
+def verl(
+    balancing: Any, work_of: Callable[[Any], Any], lengths: Sequence[int], budget: int, ranks: int
+) -> tuple[Plan, float]:
+    """The plan and the seconds of the slowest rank, by verl's module `balancing` and a measure of work."""
+    balancing.calculate_workload = work_of
     tensordict = importlib.import_module("tensordict")  # which verl needs
     started = time.perf_counter()
-    work = balancing.calculate_workload(torch.tensor(lengths)).tolist()
+    work = work_of(torch.tensor(lengths)).tolist()
     shares = balancing.get_seqlen_balanced_partitions(work, k_partitions=ranks, equal_size=True)
     seconds = [time.perf_counter() - started] * ranks
     plan: Plan = [[] for _ in shares]
