@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megatron_rl.resharding.names import Shape
 from megatron_rl.training.buffers import Held, Seat
-from megatron_rl.training.logprobs import BLOCK
+from megatron_rl.training.logprobs import BLOCK, ROWS
 from megatron_rl.training.options import TrainerConfig
 
 FLOAT32 = 4
@@ -136,13 +136,13 @@ def layer_backward_bytes(
 
 def logits_bytes(shape: Shape, trainer: TrainerConfig, sizes: Sizes, *, on_cpu: bool) -> int:
     """The most that backward of the log-probabilities takes: the fp32 gradient of the output layer, that of the hidden
-    states, a chunk's logits, and what is computed from these: fp32 copies of a block, or a chunk's weight gradient."""
+    states, a chunk's logits, and what is made of these: a block in fp32, or some rows of a chunk's weight gradient."""
     rows = shape.padded_vocab(trainer.tensor_parallel_size) // trainer.tensor_parallel_size
-    weight, chunk = rows * shape.hidden, rows * min(trainer.logits_chunk, sizes.tokens)
-    of_block = 2 * FLOAT32 * min(BLOCK, chunk)
-    of_gradient = weight * (sizes.number + _widened(sizes, on_cpu)) if sizes.number < FLOAT32 else 0
-    sums = weight * FLOAT32 + sizes.tokens * shape.hidden * sizes.number
-    return sums + chunk * sizes.number + max(of_block, of_gradient)
+    chunk = rows * min(trainer.logits_chunk, sizes.tokens)
+    made = 2 * FLOAT32 * min(BLOCK, chunk)
+    if sizes.number < FLOAT32:
+        made = max(made, min(rows, ROWS) * shape.hidden * (sizes.number + _widened(sizes, on_cpu)))
+    return (rows * FLOAT32 + sizes.tokens * sizes.number) * shape.hidden + chunk * sizes.number + made
 
 
 def _widened(sizes: Sizes, on_cpu: bool) -> int:

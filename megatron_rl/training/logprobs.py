@@ -19,6 +19,9 @@ from megatron_rl.algorithms.policy import policy_logits, through_policy_logits
 BLOCK = 10_000_000
 """Logits that are computed with at once, if nothing fuses it: what is in between takes 40 MB in fp32."""
 
+ROWS = 8192
+"""Rows of the weight that a chunk's gradient is made for at once, if it is not in the type of the sum."""
+
 
 def projected_logprobs(
     hidden: Tensor,
@@ -217,8 +220,9 @@ def _in_blocks(function: Callable[..., Tensor], into: Tensor, temperature: float
 
 
 def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
-    """`into += left @ right`, without a copy of `into` where all have one type."""
+    """`into += left @ right`, without a copy of `into`, or of more than `ROWS` rows where types differ."""
     if into.dtype == left.dtype:
         into.addmm_(left, right)
-    else:
-        into += left @ right
+        return
+    for rows, factor in zip(into.split(ROWS), left.split(ROWS), strict=True):
+        rows += factor @ right
