@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def check_model(config_of: Any, reference: Path) -> dict[str, Any]:
     results["resume"] = {
         sharded: resume_gaps(config_of(distributed_optimizer=sharded), batch) for sharded in (False, True)
     }
-    results["on_host"] = on_host_gaps(config_of, batch)
+    results["on_host"] = on_host_gaps(partial(config_of, out=config.run_dir / "on_host"), batch)
     results["memory"] = memory_cases.compare(config_of)
     results["from_single"] = continue_from(config_of(distributed_optimizer=True), reference, batch)
     return results
