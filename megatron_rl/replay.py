@@ -35,6 +35,7 @@ from megatron_rl.types import Group, TrainBatch, TrainedResponse
 _ONE_PROCESS = [
     "tensor_parallel_size=1",
     "pipeline_parallel_size=1",
+    "pipeline_chunks=1",
     "context_parallel_size=1",
     "sequence_parallel=false",
 ]

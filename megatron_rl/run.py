@@ -113,7 +113,7 @@ class Run:
             self._started = started.pop_all()
         seconds = time.perf_counter() - begun
         self.progress.say(f"{dist.get_world_size()} ranks on {cpu.device().type}, started in {seconds:.1f}s")
-        self.progress.say(str(choose(config.trainer.implementation)))
+        self.progress.say(str(choose(config.trainer)))
 
     def __enter__(self) -> Run:
         return self
@@ -183,9 +183,7 @@ class Run:
         self.step = step
         for phase, seconds in self.phases.take_seconds().items():
             metrics.add(f"seconds/{phase}", seconds)
-        if self.trainer.memory:
-            for name, value in self.trainer.memory.take_figures().items():
-                metrics.add(name, value)
+        self._add_memory_figures(metrics)
         if self.writer:
             values = metrics.values()
             self.writer.log(step, values)
@@ -195,9 +193,15 @@ class Run:
     def log_evaluation(self, metrics: MeanMetrics) -> None:
         """Write down an evaluation of the current weights."""
         metrics.add("seconds/evaluation", sum(self.phases.take_seconds().values()))
+        self._add_memory_figures(metrics)
         if self.writer:
             self.writer.log(self.step, metrics.values())
             self.progress.evaluation(self.step, metrics.values())
+
+    def _add_memory_figures(self, metrics: MeanMetrics) -> None:
+        figures = self.trainer.memory.take_figures() if self.trainer.memory else {}
+        for name, value in figures.items():
+            metrics.add(name, value)
 
     def evaluation_due(self) -> bool:
         """After the last step, and every `evaluation.every`."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_rl.training import cpu
 from megatron_rl.training.optimizer import make_adam_state, state_tensors
 from megatron_rl.training.trainer import Trainer
 
@@ -48,8 +49,21 @@ def kept_for_backward(trainer: Trainer) -> Iterator[dict[int, int]]:
 
 
 def reset_peak() -> None:
-    """Let the kernel measure this process's peak from now on."""
-    Path("/proc/self/clear_refs").write_text("5")
+    """Measure this process's peak from now on: on its device, which may be the CPU."""
+    if cpu.has_cuda():
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak() -> int:
+    """Bytes of this process on its device at most since `reset_peak`."""
+    return torch.cuda.max_memory_allocated() if cpu.has_cuda() else resident("VmHWM")
+
+
+def in_memory() -> int:
+    """Bytes of this process on its device now."""
+    return torch.cuda.memory_allocated() if cpu.has_cuda() else resident()
 
 
 def resident(kind: str = "VmRSS") -> int:

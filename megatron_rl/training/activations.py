@@ -67,7 +67,7 @@ def layer_bytes(shape: Shape, trainer: TrainerConfig, sizes: Sizes, *, recompute
     if recompute and memory.recompute == "full":
         return sizes.residual_tokens * shape.hidden * sizes.number
     again = memory.recompute_modules if recompute and memory.recompute == "selective" else ()
-    norm = _input(shape, sizes) if "layernorm" in again else _norm(shape, sizes) + _input(shape, sizes)
+    norm = _norm(shape, sizes) + _input(shape, sizes)
     attention = _attention_again(sizes) if "core_attn" in again else _attention(sizes)
     rotary = 4 * sizes.tokens * shape.head_dim * sizes.number  # cosines and sines, for queries and for keys
     projected = sizes.tokens * sizes.query * sizes.number  # the input of the output projection
@@ -85,7 +85,7 @@ def ends_bytes(shape: Shape, trainer: TrainerConfig, sizes: Sizes, *, first: boo
 
 
 def _input(shape: Shape, sizes: Sizes) -> int:
-    """A norm's output, which the projection behind it keeps; or its input, to compute the output again."""
+    """A norm's output, which the projection behind it keeps."""
     return sizes.residual_tokens * shape.hidden * sizes.number
 
 

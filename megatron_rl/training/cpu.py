@@ -10,7 +10,7 @@ sees, an engine or a library included, keeps working as it is. What is replaced,
 - the factories (`torch.zeros`, `torch.empty`, ...) in that view: `device="cuda"` means the CPU, `pin_memory` goes.
 - `Tensor.type()`, `Tensor.cuda()`, `Tensor.pin_memory()`, `Tensor.to()`, `Module.cuda()`: methods can't be seen
   differently by one module, so these ask who calls: for Megatron the CPU answers, for anybody else nothing changes.
-- how the hybrid optimizer splits parameters between device and host: it asks `is_cuda`, which nothing is here.
+- how the hybrid optimizer finds what to copy to the host: it asks `is_cuda`, which nothing is here.
 - the tracker of parallel random states: Megatron's own refuses to run when the CPU generator moves inside a fork,
   which here is the generator that is forked.
 
@@ -243,28 +243,16 @@ def _patch_random_states() -> None:
 def _patch_hybrid_optimizer() -> None:
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-    def split(
-        self: Any, fraction: float
-    ) -> tuple[list[Any], list[Any], dict[Any, Any], dict[Any, Any], dict[Any, Any]]:
-        """Megatron's `_get_sub_optimizer_param_groups` with the CPU as the device: the first `fraction` is copied."""
-        limit = fraction * sum(parameter.numel() for group in self.param_groups for parameter in group["params"])
-        groups: tuple[list[Any], list[Any]] = ([], [])
-        copies, fp32, moved = {}, {}, 0
+    def on_host(self: Any, fraction: float) -> tuple[Any, ...]:
+        """Megatron's `_get_sub_optimizer_param_groups` with the CPU as the device, of which everything is copied."""
+        groups, copies, fp32 = [], {}, {}
         for group in self.param_groups:
-            members: tuple[list[Any], list[Any]] = ([], [])
             for parameter in group["params"]:
-                inner, on_device = parameter, moved >= limit
-                if not on_device:
-                    inner = parameter.detach().clone()
-                    moved += parameter.numel()
+                copies[parameter] = parameter.detach().clone()
                 if self.param_update_in_fp32 and parameter.dtype != torch.float32:
-                    inner = fp32[parameter] = inner.detach().float()
-                if not on_device:
-                    copies[parameter] = inner
-                members[on_device].append(inner)
-            for place, found in zip(groups, members, strict=True):
-                if found:
-                    place.append({**group, "params": found})
-        return *groups, copies, {inner: parameter for parameter, inner in copies.items()}, fp32
+                    copies[parameter] = fp32[parameter] = copies[parameter].float()
+            groups.append({**group, "params": [copies[parameter] for parameter in group["params"]]})
+        groups = [group for group in groups if group["params"]]
+        return groups, [], copies, {copy: parameter for parameter, copy in copies.items()}, fp32
 
-    HybridDeviceOptimizer._get_sub_optimizer_param_groups = split
+    HybridDeviceOptimizer._get_sub_optimizer_param_groups = on_host

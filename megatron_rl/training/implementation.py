@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
 from megatron_rl.errors import UserError
 from megatron_rl.training import cpu
-from megatron_rl.training.options import Adam, ImplementationConfig
+from megatron_rl.training.options import Adam, TrainerConfig
 
 _MODULES: dict[str, str] = {
     "transformer_engine": "transformer_engine.pytorch",
     "apex": "apex.optimizers",
+    "compiled": "triton",
     "fused_gradients": "fused_weight_gradient_mlp_cuda",  # built with Apex; Megatron's own layers call it
 }
 
@@ -43,49 +45,55 @@ class Implementation:
         )
 
 
-def choose(options: ImplementationConfig) -> Implementation:
+def choose(trainer: TrainerConfig) -> Implementation:
     """The fastest of what is installed, or what the options force.
 
     Raises:
         UserError: a forced one can't be used here; the message says why.
     """
+    options = trainer.implementation
+    fault = _te_fault(trainer)
     layers = options.layers
     if layers == "auto":
-        layers = "local" if _fault("transformer_engine") else "transformer_engine"
-    elif layers == "transformer_engine":
-        _need("transformer_engine", "layers")
-    local = layers == "local"
-    for option in ("attention", "fp8"):
-        if local and getattr(options, option) not in (None, "auto"):
-            raise UserError(f"trainer.implementation.{option}: needs the layers of {_absence('transformer_engine')}")
+        layers = "local" if fault else "transformer_engine"
+    if layers == "local":
+        fault = fault or "set trainer.implementation.layers to it"
+    needed = {"layers": options.layers == "transformer_engine", "attention": options.attention != "auto"}
+    for option, forced in (needed | {"fp8": options.fp8 is not None}).items():
+        if forced and fault:
+            raise UserError(f"trainer.implementation.{option}: needs the layers of transformer_engine: {fault}")
     order: tuple[Adam, ...] = ("transformer_engine", "apex", "torch")  # Megatron's own
     if options.adam != "auto":
         _need(options.adam, "adam")
         order = (options.adam,)
-    fused = options.fused_gradients
-    if fused:
+    if options.fused_gradients:
         _need("fused_gradients", "fused_gradients")
+    fused = options.fused_gradients is not False and not _fault("fused_gradients")
     logprobs = options.logprobs
     if logprobs == "auto":
-        logprobs = "compiled" if cpu.has_cuda() else "eager"
+        logprobs = "eager" if _fault("compiled") else "compiled"
     return Implementation(
         layers=layers,
-        attention="SDPA" if local else options.attention,
+        attention="SDPA" if layers == "local" else options.attention,
         adam=next(kind for kind in order if not _fault(kind)),
-        fused_gradients=not _fault("fused_gradients") if fused is None else fused,
+        fused_gradients=fused,
         logprobs=logprobs,
         fp8=options.fp8,
     )
 
 
+def _te_fault(trainer: TrainerConfig) -> str | None:
+    """Why Transformer Engine's layers can't be used; None: they can."""
+    if trainer.dtype != "bfloat16":
+        return "its attention over packed sequences takes trainer.dtype=bfloat16 only"
+    return _fault("transformer_engine")
+
+
 def _need(part: str, option: str) -> None:
-    if _fault(part):
-        raise UserError(f"trainer.implementation.{option}: {_absence(part)}")
-
-
-def _absence(part: str) -> str:
-    """What is missing, and why, for a message."""
-    return f"{_MODULES[part].partition('.')[0]}, which can't be used here: {_fault(part) or 'set layers to it'}"
+    fault = _fault(part)
+    if fault:
+        name = _MODULES[part].partition(".")[0]
+        raise UserError(f"trainer.implementation.{option}: {name} can't be used here: {fault}")
 
 
 @cache
@@ -97,6 +105,8 @@ def _fault(part: str) -> str | None:
         return "there is no GPU"
     try:
         importlib.import_module(_MODULES[part])
-    except (ImportError, OSError, RuntimeError) as error:  # absent, or built for another CUDA or torch
-        return " ".join(str(error).split())
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:  # absent, or built for another CUDA or torch
+        return " ".join(str(error).split()) or type(error).__name__
+    if part == "compiled" and not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        return "Triton needs a C compiler"
     return None

@@ -41,7 +41,7 @@ class Memory:
     """Adam's moments and step counts, and fp32 parameters where the model's are in bf16: this replica's share."""
 
     optimizer_on_host: int
-    """The part of it that `memory.optimizer_on_host` puts there, with a copy of its parameters and of its gradients."""
+    """The same where `memory.optimizer_on_host` keeps it, with a copy of the gradients."""
 
     activations: int
     """Kept from forward to backward, of all micro-batches in flight."""
@@ -127,29 +127,17 @@ def memory(
 
 def _optimizer(buckets: Sequence[Bucket], trainer: TrainerConfig, seat: Seat, step: int) -> tuple[int, int]:
     """Bytes on the device and on the host."""
-    fp32_copy = FLOAT32 if DTYPE_BYTES[trainer.dtype] < FLOAT32 else 0
-    shards = _shards(buckets, trainer, seat)
-    limit = trainer.memory.optimizer_on_host * sum(shards)
-    device = host = moved = 0
-    for elements in shards:
-        if moved < limit:
-            moved += elements
-            host += elements * (FLOAT32 + FLOAT32 + _MOMENTS) + step
-        else:
-            device += elements * (fp32_copy + _MOMENTS) + step
-    return device, host
-
-
-def _shards(buckets: Sequence[Bucket], trainer: TrainerConfig, seat: Seat) -> list[int]:
-    """Elements of each tensor that this rank's optimizer updates, in Megatron's order: those that decay come first."""
-    found = [
-        share
+    shares = [
+        elements
         for bucket in buckets
-        for share in (
-            bucket.share(seat)
+        for elements in (
+            (elements for _, elements in bucket.share(seat))
             if trainer.distributed_optimizer
-            else [(held, held.elements) for held, _ in bucket.members]
+            else (held.elements for held, _ in bucket.members)
         )
     ]
-    found.sort(key=lambda share: len(share[0].size) == 1)  # biases and norms don't decay
-    return [elements for _, elements in found]
+    counts = step * len(shares)
+    if trainer.memory.optimizer_on_host:  # with fp32 parameters, and gradients to step with
+        return 0, sum(shares) * (FLOAT32 + FLOAT32 + _MOMENTS) + counts
+    fp32_copy = FLOAT32 if DTYPE_BYTES[trainer.dtype] < FLOAT32 else 0
+    return sum(shares) * (fp32_copy + _MOMENTS) + counts, 0

@@ -17,7 +17,6 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_rl.errors import UserError
 from megatron_rl.resharding.hf_files import HfReader
 from megatron_rl.resharding.names import Shape, pieces
 from megatron_rl.resharding.shards import named_shards
@@ -33,7 +32,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def transformer_config(spec: ModelSpec, trainer: TrainerConfig) -> TransformerConfig:
     """Megatron's configuration of the model and its layout."""
     shape, dtype = spec.shape, DTYPES[trainer.dtype]
-    on_gpu, choice, memory = cpu.has_cuda(), choose(trainer.implementation), trainer.memory
+    on_gpu, choice = cpu.has_cuda(), choose(trainer)
     pipeline, interleaved = trainer.pipeline_parallel_size > 1, trainer.pipeline_chunks > 1
     return TransformerConfig(
         num_layers=shape.layers,
@@ -75,22 +74,14 @@ def transformer_config(spec: ModelSpec, trainer: TrainerConfig) -> TransformerCo
         apply_rope_fusion=choice.layers == "transformer_engine",
         gradient_accumulation_fusion=choice.fused_gradients,
         attention_backend=AttnBackend[trainer.implementation.attention],
-        **_recompute(memory, choice),
+        **_recompute(trainer.memory),
         **_fp8(choice),
         masked_softmax_fusion=False,  # of an attention that is in neither spec
     )
 
 
-def _recompute(memory: MemoryConfig, choice: Implementation) -> dict[str, Any]:
-    """Megatron's names for which activations are computed again.
-
-    Raises:
-        UserError: a module can't be computed again here.
-    """
-    if memory.recompute == "selective" and "layernorm" in memory.recompute_modules and choice.layers == "local":
-        raise UserError(
-            "trainer.memory.recompute_modules: layernorm needs Transformer Engine's layers, and local ones are used"
-        )
+def _recompute(memory: MemoryConfig) -> dict[str, Any]:
+    """Megatron's names for which activations are computed again."""
     if memory.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if memory.recompute == "selective":
@@ -115,7 +106,7 @@ def build_model(spec: ModelSpec, trainer: TrainerConfig) -> list[GPTModel]:
 
 def _build_chunk(config: TransformerConfig, spec: ModelSpec, trainer: TrainerConfig, number: int) -> GPTModel:
     virtual = number if trainer.pipeline_chunks > 1 else None
-    if choose(trainer.implementation).layers == "transformer_engine":
+    if choose(trainer).layers == "transformer_engine":
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         layers = get_gpt_layer_with_transformer_engine_spec()

@@ -31,7 +31,7 @@ from megatron_rl.training.options import Adam, TrainerConfig
 def build_optimizer(trainer: TrainerConfig, models: list[DistributedDataParallel]) -> MegatronOptimizer:
     """AdamW with decoupled weight decay (none on biases and norms, as Megatron does) and gradient clipping."""
     dtype, on_host = DTYPES[trainer.dtype], trainer.memory.optimizer_on_host
-    _use_adam(choose(trainer.implementation).adam)
+    _use_adam(choose(trainer).adam)
     config = OptimizerConfig(
         optimizer="adam",
         lr=trainer.lr,
@@ -43,9 +43,9 @@ def build_optimizer(trainer: TrainerConfig, models: list[DistributedDataParallel
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=trainer.distributed_optimizer,
-        optimizer_cpu_offload=on_host > 0,
-        optimizer_offload_fraction=on_host,
-        overlap_cpu_optimizer_d2h_h2d=on_host > 0,
+        optimizer_cpu_offload=on_host,
+        optimizer_offload_fraction=float(on_host),
+        overlap_cpu_optimizer_d2h_h2d=on_host,
     )
     if on_host:
         # Otherwise the distributed optimizer keeps fp32 weights on the device as well. Set here, because Megatron's

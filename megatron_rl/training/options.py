@@ -15,7 +15,7 @@ class ImplementationConfig(Section):
     layers: Literal["auto", "local", "transformer_engine"] = "auto"
     """`local`: Megatron's own layers with torch's attention; they run everywhere."""
 
-    attention: Literal["auto", "flash", "fused", "unfused"] = "auto"
+    attention: Literal["auto", "flash", "fused"] = "auto"
     """What Transformer Engine's attention may use. Local layers have torch's scaled_dot_product_attention."""
 
     adam: Literal["auto"] | Adam = "auto"
@@ -38,15 +38,15 @@ class MemoryConfig(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that backward computes again: none; those of `recompute_modules`; all but each layer's input."""
 
-    recompute_modules: tuple[Literal["core_attn", "mlp", "layernorm"], ...] = ("core_attn",)
-    """For `selective`."""
+    recompute_modules: tuple[Literal["core_attn", "mlp"], ...] = ("mlp",)
+    """For `selective`. Attention that never holds its scores, as all here, keeps little that is worth it."""
 
     offload_while_sampling: bool = True
     """While engines sample, drop gradients and keep parameters and optimizer state in pinned host memory."""
 
-    optimizer_on_host: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Part of the optimizer's state that lives in host memory and is updated there, by Megatron's hybrid optimizer.
-    Needs `distributed_optimizer`."""
+    optimizer_on_host: bool = False
+    """The optimizer's state lives in host memory and is updated there, by Megatron's hybrid optimizer. Needs bfloat16
+    and `distributed_optimizer`."""
 
 
 class TrainerConfig(Section):

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron_rl.training import cpu
+from megatron_rl.training.host_arena import page_locked
 
 
 class ReferencePolicy:
@@ -14,9 +14,14 @@ class ReferencePolicy:
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Copy the weights as they are now."""
         self._parameters = list(parameters)
-        self._weights = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
-        if cpu.has_cuda():
-            self._weights = [weights.pin_memory() for weights in self._weights]
+        sizes = [parameter.nbytes for parameter in self._parameters]
+        room = page_locked(sum(sizes)).split(sizes)
+        self._weights = [
+            part.view(parameter.dtype).view(parameter.shape)
+            for part, parameter in zip(room, self._parameters, strict=True)
+        ]
+        for weights, parameter in zip(self._weights, self._parameters, strict=True):
+            weights.copy_(parameter.detach())
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

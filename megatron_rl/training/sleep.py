@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
+from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
@@ -37,6 +39,7 @@ class TrainerMemory:
         sizes = {storage: storage.nbytes() for storage in grads}
         dropped = empty(grads)
         self._dropped |= sizes
+        self._forget_caches()
         of_parameters = set(storages(parameters))
         moved = self._arena.take(one for one in state if one.untyped_storage() not in of_parameters)
         if not keep_parameters:
@@ -61,6 +64,14 @@ class TrainerMemory:
 
     def _count(self, name: str, value: float) -> None:
         self._figures[name] = self._figures.get(name, 0.0) + value
+
+    def _forget_caches(self) -> None:
+        """Tensors that Megatron and Transformer Engine keep to use again: they make them again."""
+        mpu.get_global_memory_buffer().buffer.clear()
+        RotaryEmbedding.forward.cache_clear()
+        for chunk in self._chunks:
+            for module in chunk.modules():
+                getattr(module, "_fp8_workspaces", {}).clear()
 
     def _parameters(self) -> Iterator[Tensor]:
         return (parameter.data for chunk in self._chunks for parameter in chunk.parameters())

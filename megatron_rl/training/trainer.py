@@ -83,7 +83,7 @@ class Trainer:
         )
 
     def parameters(self) -> Iterator[Any]:
-        """This rank's, in forward order."""
+        """This rank's, in the order in which layers made them; Transformer Engine's make others."""
         return (parameter for chunk in self.model for parameter in chunk.parameters())
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -233,7 +233,7 @@ class Trainer:
             vocabulary=self.vocabulary,
             group=mpu.get_tensor_model_parallel_group(),
             entropy_gradient=self.objective.entropy_gradient,
-            compiled=choose(self.config.trainer.implementation).logprobs == "compiled",
+            compiled=choose(self.config.trainer).logprobs == "compiled",
         )
         return tuple(values.unsqueeze(0) for values in scores)
 

@@ -14,8 +14,10 @@ from megatron_rl.config import Config
 from megatron_rl.resharding.names import Shape
 from megatron_rl.training import setup
 from megatron_rl.training.hf_config import read_model_spec
+from megatron_rl.training.optimizer import state_tensors
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import TrainedResponse
+from tests.measure import gradient_bytes, resident, storages
 from tests.tiny import run_config, write_model
 
 SHAPE = Shape(
@@ -35,26 +37,32 @@ def main() -> None:
 
 def table(config: Config) -> str:
     """The table, in Markdown."""
-    before = resident()
+    before = in_use()
     trainer = Trainer(config, read_model_spec(config.model.path), SHAPE.vocab)
     memory = trainer.memory
     assert memory
     trainer.gradients(trainer.share([response()]))
     trainer.step()
-    rows = [("awake", resident() - before, 0.0)]
+    rows = [("awake", in_use() - before, 0.0)]
     for turn in ("first", "second"):
         begun = time.perf_counter()
         memory.sleep()
-        rows.append((f"asleep, {turn} time", resident() - before, time.perf_counter() - begun))
+        rows.append((f"asleep, {turn} time", in_use() - before, time.perf_counter() - begun))
+        left = sum(sum(storages(kept).values()) for kept in (trainer.parameters(), state_tensors(trainer.optimizer)))
+        left += gradient_bytes(trainer)
         begun = time.perf_counter()
         memory.wake()
-        rows.append((f"awake again, {turn} time", resident() - before, time.perf_counter() - begun))
+        rows.append((f"awake again, {turn} time", in_use() - before, time.perf_counter() - begun))
     figures = memory.take_figures()
     moved, dropped = (figures[f"memory/{what}_gb"] / 2 for what in ("offloaded", "dropped"))
     lines = ["| | resident GB | seconds |", "|---|---|---|"]
     lines += [f"| {name} | {used / GB:.2f} | {seconds:.2f} |" for name, used, seconds in rows]
     return "\n".join(
-        [*lines, "", f"Moved to the arena: {moved:.2f} GB; gradients dropped: {dropped:.2f} GB; left on the device: 0."]
+        [
+            *lines,
+            "",
+            f"Moved to the arena: {moved:.2f} GB; gradients dropped: {dropped:.2f} GB; left on the device: {left}.",
+        ]
     )
 
 
@@ -77,11 +85,10 @@ def response() -> TrainedResponse:
     )
 
 
-def resident() -> int:
+def in_use() -> int:
     """Bytes of this process that are in memory, without what the allocator could return at once."""
     ctypes.CDLL(None).malloc_trim(0)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096
+    return resident()
 
 
 if __name__ == "__main__":

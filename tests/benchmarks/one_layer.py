@@ -23,7 +23,7 @@ from megatron_rl.training.memory import GB, memory
 from megatron_rl.training.model import build_model
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import TrainedResponse
-from tests.measure import gradient_bytes, kept_for_backward, reset_peak, resident, storages
+from tests.measure import gradient_bytes, in_memory, kept_for_backward, peak, reset_peak, storages
 from tests.tiny import run_config
 
 SPEC = ModelSpec(
@@ -93,7 +93,7 @@ def main() -> None:
     """Measure, print, and fail when the formula is off."""
     config = run_config(trainer=TRAINER)
     setup.start(config)
-    baseline = resident()
+    baseline = in_memory()
     trainer = WithoutOptimizer(config, SPEC, VOCABULARY)
     share = trainer.share(responses())
     dist.barrier()
@@ -102,7 +102,7 @@ def main() -> None:
     with kept_for_backward(trainer) as kept:
         loss = trainer.gradients(share).values()["loss/objective"]
     seconds = time.perf_counter() - begun
-    peak = resident("VmHWM") - baseline
+    most = peak() - baseline
     squares = torch.stack([parameter.main_grad.norm() for parameter in trainer.parameters()]).square().sum()
     dist.all_reduce(squares)  # the norms' gradients, which both ranks have, twice
     expected = memory(SPEC.shape, config.trainer, Seat(), lengths=share[0].lengths, on_cpu=not cpu.has_cuda())
@@ -112,8 +112,8 @@ def main() -> None:
         "parameters (bf16)": (expected.parameters, parameters),
         "gradients (fp32)": (expected.gradients, gradients),
         "activations": (expected.activations, activations),
-        "logits, in backward": (expected.backward, peak - parameters - gradients - activations),
-        "peak": (expected.training - expected.optimizer, peak),
+        "logits, in backward": (expected.backward, most - parameters - gradients - activations),
+        "peak": (expected.training - expected.optimizer, most),
     }
     elements = sum(parameter.numel() for parameter in trainer.parameters())
     if dist.get_rank() == 0:
@@ -126,7 +126,7 @@ def main() -> None:
     assert math.isfinite(squares)
     assert squares > 0
     assert (expected.parameters, expected.gradients) == (parameters, gradients)
-    assert abs(peak / rows["peak"][0] - 1) < TOLERANCE, f"peak {peak:,} bytes, formula {rows['peak'][0]:,}"
+    assert abs(most / rows["peak"][0] - 1) < TOLERANCE, f"peak {most:,} bytes, formula {rows['peak'][0]:,}"
     setup.stop()
 
 

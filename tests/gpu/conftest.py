@@ -69,6 +69,7 @@ def config_of(model: Path, **options: Any) -> Config:
 
 
 def device_bytes() -> int:
-    """Bytes of the device that this process's allocator has asked the driver for."""
+    """Bytes of the device that this process's allocator has asked the driver for, and needs."""
     torch.cuda.synchronize(cpu.device())
+    torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()
