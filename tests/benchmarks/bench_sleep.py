@@ -57,13 +57,8 @@ def table(config: Config) -> str:
     moved, dropped = (figures[f"memory/{what}_gb"] / 2 for what in ("offloaded", "dropped"))
     lines = ["| | resident GB | seconds |", "|---|---|---|"]
     lines += [f"| {name} | {used / GB:.2f} | {seconds:.2f} |" for name, used, seconds in rows]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"Moved to the arena: {moved:.2f} GB; gradients dropped: {dropped:.2f} GB; left on the device: {left}.",
-        ]
-    )
+    sums = f"Moved to the arena {moved:.2f} GB, gradients dropped {dropped:.2f} GB, left of both {left} bytes."
+    return "\n".join([*lines, "", sums])
 
 
 def config_of(model: Path) -> Config:

@@ -1,5 +1,7 @@
 """What only a GPU can show of the trainer: Transformer Engine against local layers, kernels, device memory."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -49,7 +51,8 @@ def gradient(trainer: Trainer) -> torch.Tensor:
     """Of an update, off policy, flat, in the order of HF's names."""
     share: Share = trainer.share(responses())
     trainer.gradients(share, [Given(sampled=micro.rollout_logprobs) for micro in share])
-    whole = gather_hf(trainer.model, SHAPE, lambda parameter: parameter.main_grad)  # Transformer Engine has other ones
+    read: Any = lambda parameter: parameter.main_grad  # noqa: E731
+    whole = gather_hf(trainer.model, SHAPE, read)  # Transformer Engine has other parameters
     return torch.cat([tensor.flatten().clone() for _, tensor in whole])
 
 
