@@ -47,6 +47,11 @@ MOST_PROBLEMS = 10
 """Responses with values that are not finite that are searched for, one forward and backward each."""
 
 
+def on_one_process(run_dir: Path) -> Config:
+    """The config of a run, whatever its layout was."""
+    return load_config(run_dir / "config.yaml", [f"trainer.{option}" for option in _ONE_PROCESS])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
     """An objective on the kept batch, all its optimizer steps at the weights that the rollout step began with."""
@@ -95,7 +100,7 @@ def replay(run_dir: Path, step: int, presets: Sequence[str] = COMPARED) -> Repla
     if not path.exists():
         kept = ", ".join(str(int(file.stem.removeprefix("step_"))) for file in batch_files(run_dir)) or "none"
         raise UserError(f"{path}: the batch of step {step} is not kept (kept: {kept}); see telemetry.keep_batches")
-    config = load_config(run_dir / "config.yaml", [f"trainer.{option}" for option in _ONE_PROCESS])
+    config = on_one_process(run_dir)
     objectives = {"this": config} | {name: with_preset(config, name) for name in presets}
     groups, kl = read_batch(path)
     spec = read_model_spec(config.model.path)
