@@ -13,6 +13,7 @@ by how much the rank with most FLOPs is above the mean. Lockstep: the same summe
 where ranks wait for one another in each of them.
 """
 
+import argparse
 import importlib
 import math
 import time
@@ -39,6 +40,9 @@ Plan = list[list[list[int]]]
 
 def main() -> None:
     """Print one Markdown table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ways", nargs="+", default=["ours", "first fit", "verl"], help="or 'verl, these FLOPs'")
+    asked = parser.parse_args().ways
     lengths = response_lengths(RESPONSES, seed=0)
     print("| method | budget | DP | micro-batches | bound | fill % | imbalance % | lockstep % | s |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
@@ -50,10 +54,10 @@ def main() -> None:
             ways[name] = partial(verl, balancing, work)
     except ModuleNotFoundError as error:
         missing = f"\nverl: not installed (pip install --no-deps {VERL}; pip install ray tensordict): {error}"
-    for name, way in ways.items():
+    for name in (name for name in asked if name in ways):
         for budget in BUDGETS:
             for ranks in RANKS:
-                print(row(name, lengths, budget, ranks, *way(lengths, budget, ranks)), flush=True)
+                print(row(name, lengths, budget, ranks, *ways[name](lengths, budget, ranks)), flush=True)
     print(missing)
 
 
