@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
 from tests.tiny import SHAPE, TIED, write_model
 
+hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine is no fault of the code
+hypothesis.settings.load_profile("no deadline")
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for one another
 
 

@@ -172,7 +172,7 @@ def test_ranks_get_like_lengths() -> None:
     assert max(totals) - min(totals) <= 4
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(1, 5), st.integers(1, 7), st.sampled_from([0.0, 1.0])), max_size=12),
     st.integers(1, 4),

@@ -116,7 +116,7 @@ def test_a_rank_may_hold_nothing_but_vocabulary_padding() -> None:
     assert shard_shape(embedding, small, 4) == (2, 20)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     tp=st.sampled_from([1, 2, 3, 4]),
     groups=st.integers(1, 3),
