@@ -65,5 +65,6 @@ def declare_torchvision_operators() -> None:
 
 
 def install() -> None:
-    """Put the finder before all others."""
-    sys.meta_path.insert(0, Finder())
+    """Put the finder before all others. Again does nothing: Python reads the .pth files of an environment twice."""
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder())
