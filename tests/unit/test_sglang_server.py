@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 from pydantic import ValidationError
@@ -16,7 +15,7 @@ from pydantic import ValidationError
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.options import SglangConfig
 from megatron_rl.rollout.sglang_server import SglangServer, server_environment
-from tests.engines.processes import left_behind, marked
+from tests.engines.processes import left_behind, writing_to
 
 HEALTHY = """
 import http.server, subprocess, sys
@@ -37,42 +36,37 @@ http.server.HTTPServer((arguments["--host"], int(arguments["--port"])), Handler)
 """Answers, and has a child in a session of its own that ignores SIGTERM."""
 
 
-@pytest.fixture
-def mark() -> str:
-    return uuid4().hex
-
-
-def server_of(program: str, directory: Path, mark: str = "", **options: object) -> SglangServer:
+def server_of(program: str, directory: Path, **options: object) -> SglangServer:
     """A server whose sglang.launch_server is `program`."""
     package = directory / "sglang"
     package.mkdir(exist_ok=True)
     (package / "__init__.py").touch()
     (package / "launch_server.py").write_text(program)
-    environment = {"PYTHONPATH": str(directory), "TEST_MARK": mark}
+    environment = {"PYTHONPATH": str(directory)}
     config = SglangConfig.model_validate({"environment": environment, "start_timeout_s": 60, **options})
     log_file = directory / "log"
     return SglangServer(config, Path("model"), number=0, tensor_parallel_size=2, gpus=("4", "5"), log_file=log_file)
 
 
-def test_it_starts_and_ends_with_all_descendants(tmp_path: Path, mark: str) -> None:
-    server = server_of(HEALTHY, tmp_path, mark)
+def test_it_starts_and_ends_with_all_descendants(tmp_path: Path) -> None:
+    server = server_of(HEALTHY, tmp_path)
     server.start()
     server.check()
-    assert len(marked(mark)) == 3
+    assert len(writing_to(server.log_file)) == 3
     begun = time.monotonic()
     server.stop()
     server.stop()
     assert time.monotonic() - begun < 20
-    assert marked(mark) == []
+    assert writing_to(server.log_file) == []
 
 
-def test_killing_what_started_it_ends_it(tmp_path: Path, mark: str) -> None:
+def test_killing_what_started_it_ends_it(tmp_path: Path) -> None:
     """SIGKILL of a program that has a server: the kernel tells the server's keeper, which ends all."""
-    server_of(HEALTHY, tmp_path)
+    log_file = tmp_path / "log"
     program = f"""
 from pathlib import Path
 from tests.unit.test_sglang_server import HEALTHY, server_of
-server_of(HEALTHY, Path({str(tmp_path)!r}), {mark!r}).start()
+server_of(HEALTHY, Path({str(tmp_path)!r})).start()
 print("started", flush=True)
 input()
 """
@@ -80,17 +74,18 @@ input()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "started\n"
-        assert len(marked(mark)) == 3
+        started = writing_to(log_file)
         owner.send_signal(signal.SIGKILL)
-    assert left_behind(mark, within_s=20) == []
+    assert len(started) == 3
+    assert left_behind(log_file, within_s=20) == []
 
 
-def test_keys_are_random_and_show_nowhere(tmp_path: Path, mark: str) -> None:
-    server = server_of(HEALTHY, tmp_path, mark)
+def test_keys_are_random_and_show_nowhere(tmp_path: Path) -> None:
+    server = server_of(HEALTHY, tmp_path)
     assert len({server.api_key, server.admin_key, server_of(HEALTHY, tmp_path).api_key}) == 3
     server.start()
     try:
-        for process in marked(mark):
+        for process in writing_to(server.log_file):
             shown = "".join(Path(f"/proc/{process}/{file}").read_text() for file in ("cmdline", "environ"))
             assert server.api_key not in shown
             assert server.admin_key not in shown
@@ -99,30 +94,30 @@ def test_keys_are_random_and_show_nowhere(tmp_path: Path, mark: str) -> None:
         server.stop()
 
 
-def test_a_server_that_dies_is_told_with_its_log_but_without_its_keys(tmp_path: Path, mark: str) -> None:
-    server = server_of('import sys; print("no such model;", *sys.argv); sys.exit(3)', tmp_path, mark)
+def test_a_server_that_dies_is_told_with_its_log_but_without_its_keys(tmp_path: Path) -> None:
+    server = server_of('import sys; print("no such model;", *sys.argv); sys.exit(3)', tmp_path)
     with pytest.raises(UserError, match=r"ended with exit code 3; the end of .*log:\nno such model") as caught:
         server.start()
     assert "--api-key *** --admin-api-key ***" in str(caught.value)
-    assert marked(mark) == []
+    assert writing_to(server.log_file) == []
 
 
-def test_a_server_that_dies_later_is_told_too(tmp_path: Path, mark: str) -> None:
-    server = server_of(HEALTHY, tmp_path, mark)
+def test_a_server_that_dies_later_is_told_too(tmp_path: Path) -> None:
+    server = server_of(HEALTHY, tmp_path)
     server.start()
     keeper = server._child.pid  # type: ignore[union-attr]
     the_server = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0]
     os.kill(int(the_server), signal.SIGKILL)
-    assert left_behind(mark, within_s=20) == []
+    assert left_behind(server.log_file, within_s=20) == []
     with pytest.raises(UserError, match=r"ended with exit code 137; (.|\n)*the key is \*\*\*"):
         server.check()
 
 
-def test_a_server_that_is_not_healthy_in_time_is_given_up(tmp_path: Path, mark: str) -> None:
-    server = server_of("import time; time.sleep(600)", tmp_path, mark, start_timeout_s=1)
+def test_a_server_that_is_not_healthy_in_time_is_given_up(tmp_path: Path) -> None:
+    server = server_of("import time; time.sleep(600)", tmp_path, start_timeout_s=1)
     with pytest.raises(UserError, match="not healthy after 1 s"):
         server.start()
-    assert marked(mark) == []
+    assert writing_to(server.log_file) == []
 
 
 def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
