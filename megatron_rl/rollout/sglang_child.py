@@ -17,8 +17,9 @@ import sys
 import time
 from pathlib import Path
 
-GRACE_S = 5.0
-"""How long the server may take to end by itself, which releases shared memory and GPUs in order."""
+GRACE_S = 8.0
+"""How long the server may take to end by itself, which releases shared memory and GPUs in order. SGLang looks every 5
+seconds whether it was asked to."""
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None)
