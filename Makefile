@@ -1,6 +1,7 @@
 # make demo    trains a tiny model by reinforcement learning on this machine's CPU and shows the result
 # make test    lints, checks types and runs the tests
 # make test-gpu      runs the tests that need a GPU; elsewhere they are skipped
+# make test-sglang   runs the tests against a real SGLang on the CPU, in an environment of its own
 # make bench-trainer measures the tables of docs/performance.md (half an hour, 20 GB of memory)
 # All make .venv first, if it is not there or pyproject.toml changed. Needs Python 3.11 or newer, git and make.
 SHELL := /bin/bash
@@ -10,8 +11,10 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3 python3.13; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 READY := .venv/installed
+SGLANG := .venv-sglang
+SGLANG_CPU := tests/engines/sglang_cpu
 
-.PHONY: demo test test-gpu bench-trainer lint setup docs
+.PHONY: demo test test-gpu test-sglang sglang-env bench-trainer lint setup docs
 setup: $(READY)
 
 $(READY): pyproject.toml
@@ -35,6 +38,23 @@ test: lint
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu -rs tests/gpu
+
+test-sglang: $(READY) sglang-env
+	$(BIN)/python -m pytest -m sglang -rs tests/engines
+
+sglang-env: $(SGLANG)/installed
+
+# The .pth file puts the stand-ins of $(SGLANG_CPU) before everything that SGLang imports, in each of its processes.
+$(SGLANG)/installed: $(SGLANG_CPU)/requirements.txt
+	@test -n "$(PYTHON)" || { echo "sglang-env: no Python 3.11 or newer with its venv module was found (on Debian: apt-get install python3-venv)"; exit 2; }
+	@echo "sglang-env: $(SGLANG) with $$($(PYTHON) --version) (a few minutes, about 2 GB)"
+	@$(PYTHON) -m venv $(SGLANG)
+	@$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $< "$$(grep '^torch==' $<)"
+	@$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+	@printf '%s\nimport sglang_cpu; sglang_cpu.install()\n' "$(CURDIR)/$(SGLANG_CPU)" \
+		> "$$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sglang_cpu.pth"
+	@touch $@
+	@echo "sglang-env: done"
 
 # verl's balancing is measured beside ours; only its import needs ray and tensordict.
 bench-trainer: $(READY)

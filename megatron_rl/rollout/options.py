@@ -1,0 +1,68 @@
+"""Options of the SGLang servers: typed, frozen, documented by the text under each."""
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from megatron_rl.section import Positive, Seconds, Section
+
+OURS = (
+    "--model-path --host --port --tp-size --tensor-parallel-size --tp --mem-fraction-static --weight-version "
+    "--api-key --admin-api-key --config"
+).split()
+"""Arguments of the server that follow from other options, or are secret."""
+
+
+class SglangConfig(Section):
+    """How a rollout engine's SGLang server is started and asked."""
+
+    python: Path | None = None
+    """Interpreter that has sglang, of another virtual environment perhaps; `null`: the one that runs this program."""
+
+    host: str = "127.0.0.1"
+    """Address that servers listen on: loopback, or a private address of the node."""
+
+    port: Annotated[int, Field(ge=1024, le=65535)] | None = None
+    """Port of a node's first server, the next ones take those after it; `null`: any that are free."""
+
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.8
+    """Part of the GPU's memory for weights and key-value cache. The trainer sleeps meanwhile; what CUDA and NCCL work
+    in stays."""
+
+    extra_args: tuple[str, ...] = ()
+    """Further arguments of `sglang.launch_server`, as on its command line."""
+
+    environment: dict[str, str] = Field(default={})
+    """Variables for the server. Of this program's own it gets few: not torchrun's, and none that sets threads."""
+
+    start_timeout_s: Seconds = 900
+    """How long a server may take until it is healthy. Large models, and CUDA graphs, take minutes."""
+
+    request_timeout_s: Seconds = 3600
+    """How long one prompt's responses may take together, time in the server's queue included."""
+
+    max_concurrent_prompts: Positive = 512
+    """Prompts that a server is asked for at once; it queues what doesn't fit its cache."""
+
+    @field_validator("host")
+    @classmethod
+    def _is_private(cls, host: str) -> str:
+        """Refuse addresses that the world could reach: a server takes new weights from whoever has its key."""
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            raise ValueError(f"{host!r} is not an IP address; give the node's, or 127.0.0.1") from None
+        if address.is_unspecified or not (address.is_private or address.is_loopback):
+            raise ValueError(f"{host} is not a private address; give the node's own private one, or 127.0.0.1")
+        return host
+
+    @field_validator("extra_args")
+    @classmethod
+    def _are_not_ours(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
+        """Refuse what other options say."""
+        for argument in arguments:
+            if argument.split("=")[0] in OURS:
+                raise ValueError(f"{argument.split('=')[0]} is set by the program; leave it out")
+        return arguments

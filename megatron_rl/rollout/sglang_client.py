@@ -1,0 +1,153 @@
+"""Asks an SGLang server for responses over HTTP. Token ids in, token ids out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import httpx2
+
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.engine import Request, Sampling
+from megatron_rl.types import Response
+
+FIRST_WAIT_S, LONGEST_WAIT_S, TRIES = 0.25, 8.0, 8
+"""Of a request whose connection was lost. The waits add up to half a minute: a busy server takes connections again
+within seconds, and a dead one doesn't come back."""
+
+
+class SglangClient:
+    """A connection to one server, of one event loop: `async with SglangClient(...) as client`."""
+
+    def __init__(
+        self, url: str, api_key: str, *, eos_token_ids: frozenset[int], max_concurrent: int, timeout_s: float
+    ) -> None:
+        """Describe the connection.
+
+        Args:
+            url: of the server, `http://address:port`.
+            api_key: the server's.
+            eos_token_ids: sampling one of them ends a response, beside those that the model's files name.
+            max_concurrent: requests that are under way at once; further ones wait here.
+            timeout_s: how long a request may take from the moment it is sent, with all its tries.
+        """
+        self.eos, self.timeout_s = eos_token_ids, timeout_s
+        self._free = asyncio.Semaphore(max_concurrent)
+        self._http = httpx2.AsyncClient(
+            base_url=url,
+            headers={"Authorization": f"Bearer {api_key}"},
+            timeout=httpx2.Timeout(None, connect=10),  # the deadline is over the whole request
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=max_concurrent),
+            trust_env=False,  # a proxy has no business between a node and itself
+        )
+
+    async def __aenter__(self) -> SglangClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.aclose()
+
+    async def generate(self, request: Request, sampling: Sampling) -> tuple[Response, ...]:
+        """All responses to a prompt, whose keys and values the server computes once.
+
+        Seeds only count: SGLang ignores them unless it runs deterministically.
+
+        Raises:
+            UserError: the API key is wrong.
+            RuntimeError: the server refused the request, lost the connection again and again, or took too long.
+        """
+        body = {
+            "input_ids": list(request.prompt_ids),
+            "sampling_params": _sampling_params(request, sampling, self.eos),
+            "return_logprob": True,
+        }
+        reply = await self._post("/generate", body)
+        answers = [reply] if isinstance(reply, dict) else reply
+        if len(answers) != len(request.seeds):
+            raise RuntimeError(f"SGLang: {len(answers)} responses came instead of {len(request.seeds)}")
+        return tuple(_response(answer) for answer in answers)
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The reply's JSON. Sent again when the connection is lost: generating has no side effects."""
+        async with self._free:
+            try:
+                async with asyncio.timeout(self.timeout_s):
+                    reply = await self._until_connected(path, body)
+            except TimeoutError:
+                raise RuntimeError(f"SGLang: {path} took longer than {self.timeout_s:g} s") from None
+        if reply.status_code == 401:
+            raise UserError(f"SGLang: {self._http.base_url} refused the API key; is it this run's server?")
+        if reply.status_code != 200:
+            raise RuntimeError(f"SGLang: {path} failed ({reply.status_code}): {reply.text[:500]}")
+        return reply.json()
+
+    async def _until_connected(self, path: str, body: Mapping[str, Any]) -> httpx2.Response:
+        wait = FIRST_WAIT_S
+        for _ in range(TRIES - 1):
+            try:
+                return await self._http.post(path, json=body)
+            except httpx2.TransportError:
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, LONGEST_WAIT_S)
+        try:
+            return await self._http.post(path, json=body)
+        except httpx2.TransportError as error:
+            message = f"SGLang: {self._http.base_url} lost the connection {TRIES} times ({error!r}); see its log"
+            raise RuntimeError(message) from error
+
+
+def _sampling_params(request: Request, sampling: Sampling, eos: frozenset[int]) -> dict[str, Any]:
+    """Every parameter that changes what is drawn: the defaults are the model's generation_config.json.
+
+    Raises:
+        ValueError: greedy with a temperature, at which SGLang gives no log-probs.
+    """
+    if sampling.greedy and sampling.temperature != 1:
+        raise ValueError(
+            "SGLang gives a greedy token's log-prob at temperature 1 only; sample greedily at temperature 1"
+        )
+    return {
+        "n": len(request.seeds),
+        "max_new_tokens": request.max_tokens,
+        "stop_token_ids": sorted(eos),
+        "temperature": 0.0 if sampling.greedy else sampling.temperature,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+    }
+
+
+def _response(answer: Mapping[str, Any]) -> Response:
+    """A response from SGLang's words for it. Raises RuntimeError where they contradict each other."""
+    ids, meta = tuple(answer["output_ids"]), answer["meta_info"]
+    # (log-prob, id, text) of each sampled token
+    scored = meta["output_token_logprobs"] or []
+    if tuple(token for _, token, *_ in scored) != ids:
+        raise RuntimeError(f"SGLang: log-probs came for other tokens than the {len(ids)} that were sampled")
+    reason = meta["finish_reason"]["type"]
+    if reason not in ("stop", "length", "abort"):
+        raise RuntimeError(f"SGLang: a response ended for the unknown reason {reason!r}")
+    return Response(
+        ids=ids,
+        logprobs=tuple(logprob for logprob, *_ in scored),
+        finish_reason=reason,
+        weight_versions=_weight_versions(meta, len(ids)),
+    )
+
+
+def _weight_versions(meta: Mapping[str, Any], tokens: int) -> tuple[int, ...]:
+    """The version of each token. SGLang gives spans (version, start, end) when weights changed meanwhile, else one."""
+    spans: Sequence[Any] = meta.get("weight_versions") or [
+        {"version": meta["weight_version"], "start": 0, "end": tokens}
+    ]
+    versions = tuple(int(span["version"]) for span in spans for _ in range(span["start"], span["end"]))
+    if len(versions) != tokens:
+        raise RuntimeError(f"SGLang: weight versions came for {len(versions)} tokens of {tokens}")
+    return versions

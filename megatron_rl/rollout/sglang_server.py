@@ -1,0 +1,202 @@
+"""An SGLang server as a child process: started, watched until it is healthy, and ended with all of its children."""
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import httpx2
+
+from megatron_rl.errors import UserError
+from megatron_rl.rollout import sglang_child
+from megatron_rl.rollout.options import SglangConfig
+
+PASSED_ON = (
+    "PATH HOME USER LANG LC_ALL TZ TMPDIR LD_LIBRARY_PATH CUDA_HOME CUDA_PATH XDG_CACHE_HOME TRITON_CACHE_DIR "
+    "HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE TRANSFORMERS_OFFLINE SSL_CERT_FILE"
+).split()
+"""Variables that the server gets of ours. The others are torchrun's (RANK, MASTER_ADDR, TORCHELASTIC_...: SGLang would
+join the trainer's store and hang) or the trainer's (OMP_NUM_THREADS, PYTORCH_CUDA_ALLOC_CONF, ...)."""
+
+PASSED_ON_PREFIXES = ("NCCL_", "NVIDIA_")
+"""What the node's links and containers ask for holds for both."""
+
+END_TIMEOUT_S = sglang_child.GRACE_S + 25
+"""How long the child may take to end all that it looks after."""
+
+LOG_LINES = 15
+"""Lines of the log in an error."""
+
+
+class SglangServer:
+    """A server for one engine group. `start` it from the main thread, `stop` it in a `finally`.
+
+    Should this process die, even by SIGKILL, the server ends by itself (see `sglang_child.py`).
+    """
+
+    def __init__(
+        self,
+        config: SglangConfig,
+        model_dir: Path,
+        *,
+        number: int,
+        tensor_parallel_size: int,
+        gpus: Sequence[str],
+        log_file: Path,
+    ) -> None:
+        """Describe the server; `start` starts it.
+
+        Args:
+            config: the options.
+            model_dir: HF directory.
+            number: which of the node's servers it is, from 0.
+            tensor_parallel_size: GPUs of the engine.
+            gpus: their entries for CUDA_VISIBLE_DEVICES; none on a CPU.
+            log_file: its output; only the user may read it, as SGLang logs all its arguments, the keys too.
+        """
+        self.config, self.model_dir, self.log_file = config, model_dir, log_file
+        self.number, self.tensor_parallel_size, self.gpus = number, tensor_parallel_size, tuple(gpus)
+        self.url = ""
+        self.api_key, self.admin_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+        self._child: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Start it and wait until it is healthy.
+
+        Raises:
+            UserError: the interpreter is missing, the port is in use, it ends at once, or isn't healthy in time.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            # The kernel's parent-death signal comes when the *thread* that started the child ends.
+            raise RuntimeError("an SGLang server must be started from the main thread")
+        port = self._port()
+        self.url = f"http://{_in_url(self.config.host)}:{port}"
+        self._child = self._launch(port)
+        try:
+            self._wait_until_healthy()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End it and its children. Again does nothing."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        child.terminate()
+        try:
+            child.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)  # it leads the group; the kernel then kills the server too
+            child.wait()
+
+    def check(self) -> None:
+        """Raise UserError, with the end of its log, if the server has ended."""
+        code = self._child.poll() if self._child else 0
+        if code is not None:
+            raise UserError(f"the SGLang server ended with exit code {code}; {self._end_of_log()}")
+
+    def _port(self) -> int:
+        """The port, which nobody uses at this moment."""
+        wanted = self.config.port + self.number if self.config.port else 0
+        with socket.socket(socket.AF_INET6 if ":" in self.config.host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server: past connections don't count
+            try:
+                probe.bind((self.config.host, wanted))
+            except OSError as error:
+                raise UserError(
+                    f"rollout.sglang: can't listen on {self.config.host} port {wanted} ({error.strerror}); set "
+                    "rollout.sglang.port to a free one, or to null, and rollout.sglang.host to an address of this node"
+                ) from None
+            return probe.getsockname()[1]
+
+    def _launch(self, port: int) -> "subprocess.Popen[str]":
+        python = str(self.config.python or sys.executable)
+        script = [python, "-P", sglang_child.__file__, str(os.getpid())]
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            child = subprocess.Popen(
+                [*script, *self._arguments(port)],
+                env=server_environment(os.environ, self.gpus, self.config.environment),
+                stdin=subprocess.PIPE,
+                stdout=handle,
+                stderr=handle,
+                start_new_session=True,  # a process group of its own
+                text=True,
+            )
+        except OSError as error:
+            raise UserError(
+                f"rollout.sglang.python: {python} can't be run ({error.strerror}); give the interpreter that has sglang"
+            ) from None
+        finally:
+            os.close(handle)
+        keys = json.dumps({"--api-key": self.api_key, "--admin-api-key": self.admin_key}) + "\n"
+        assert child.stdin is not None
+        with contextlib.suppress(BrokenPipeError), child.stdin as pipe:  # has it ended, the log says why
+            pipe.write(keys)
+        return child
+
+    def _arguments(self, port: int) -> list[str]:
+        chosen = {
+            "--model-path": self.model_dir,
+            "--host": self.config.host,
+            "--port": port,
+            "--tp-size": self.tensor_parallel_size,
+            "--mem-fraction-static": self.config.memory_fraction,
+            "--weight-version": 0,  # no optimizer step is behind the weights in `model_dir`
+        }
+        return [str(word) for pair in chosen.items() for word in pair] + list(self.config.extra_args)
+
+    def _wait_until_healthy(self) -> None:
+        deadline = time.monotonic() + self.config.start_timeout_s
+        with httpx2.Client(base_url=self.url, trust_env=False, timeout=10) as client:
+            while not self._answers(client):
+                self.check()
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"the SGLang server was not healthy after {self.config.start_timeout_s} s; give it more with "
+                        f"rollout.sglang.start_timeout_s, or see why: {self._end_of_log()}"
+                    )
+                time.sleep(0.2)
+
+    def _answers(self, client: httpx2.Client) -> bool:
+        """Whether it is ready. It must know our key: another program could have taken the port meanwhile."""
+        try:
+            if client.get("/health").status_code != 200:
+                return False
+            return client.get("/model_info", headers={"Authorization": f"Bearer {self.api_key}"}).status_code == 200
+        except httpx2.TransportError:
+            return False
+
+    def _end_of_log(self) -> str:
+        with open(self.log_file, errors="replace") as file:
+            lines = "".join(deque(file, LOG_LINES))
+        for key in (self.api_key, self.admin_key):
+            lines = lines.replace(key, "***")
+        return f"the end of {self.log_file}:\n{lines}"
+
+
+def server_environment(ours: Mapping[str, str], gpus: Sequence[str], added: Mapping[str, str]) -> dict[str, str]:
+    """The server's variables.
+
+    Args:
+        ours: of this process.
+        gpus: the server's, as entries of CUDA_VISIBLE_DEVICES.
+        added: what the config adds; it goes before all others.
+    """
+    passed = {key: value for key, value in ours.items() if key in PASSED_ON or key.startswith(PASSED_ON_PREFIXES)}
+    return {**passed, "CUDA_VISIBLE_DEVICES": ",".join(gpus), **added}
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

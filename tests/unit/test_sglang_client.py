@@ -1,0 +1,139 @@
+"""The client against a few lines of server that break off, and replies as SGLang 0.5.23 writes them."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from megatron_rl.rollout import sglang_client
+from megatron_rl.rollout.engine import Request, Sampling
+from megatron_rl.rollout.sglang_client import SglangClient
+from megatron_rl.types import Response
+
+REQUEST = Request(prompt_ids=(5, 6), seeds=(0,), max_tokens=3)
+REPLY: dict[str, Any] = {
+    "output_ids": [18, 27, 6],
+    "meta_info": {
+        "finish_reason": {"type": "length", "length": 3},
+        "output_token_logprobs": [[-1.5, 18, None], [-2.5, 27, None], [-0.5, 6, None]],
+        "weight_version": "4",
+        "weight_versions": [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}],
+    },
+}
+Answer = Callable[[int, dict[str, Any]], Awaitable[Any]]
+
+
+async def run_against(answer: Answer, use: Callable[[SglangClient], Awaitable[Any]], max_concurrent: int = 8) -> Any:
+    """Call `use` with a client of a server that says `answer(number of the request, body)`; None: it breaks off."""
+    asked = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = int(head.split("content-length: ")[1].split("\r\n")[0])
+        body = json.loads(await reader.readexactly(length))
+        asked += 1
+        reply = await answer(asked, body)
+        if reply is not None:
+            text = json.dumps(reply).encode()
+            writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(text) + text)
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with (
+        server,
+        SglangClient(url, "key", eos_token_ids=frozenset({2}), max_concurrent=max_concurrent, timeout_s=2) as client,
+    ):
+        return await use(client)
+
+
+async def generate(client: SglangClient) -> tuple[Response, ...]:
+    return await client.generate(REQUEST, Sampling())
+
+
+def test_a_reply_becomes_a_response() -> None:
+    async def answer(number: int, body: dict[str, Any]) -> Any:
+        assert body["input_ids"] == [5, 6]
+        assert body["sampling_params"] | {"n": 1, "max_new_tokens": 3, "stop_token_ids": [2]} == body["sampling_params"]
+        return REPLY
+
+    assert asyncio.run(run_against(answer, generate)) == (
+        Response(ids=(18, 27, 6), logprobs=(-1.5, -2.5, -0.5), finish_reason="length", weight_versions=(3, 3, 4)),
+    )
+
+
+def test_a_lost_connection_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_client, "FIRST_WAIT_S", 0.01)
+
+    async def answer(number: int, body: dict[str, Any]) -> Any:
+        return REPLY if number == 3 else None
+
+    assert len(asyncio.run(run_against(answer, generate))) == 1
+
+
+def test_a_connection_that_is_always_lost_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_client, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(sglang_client, "LONGEST_WAIT_S", 0.01)
+
+    async def answer(number: int, body: dict[str, Any]) -> Any:
+        return None
+
+    with pytest.raises(RuntimeError, match="lost the connection 8 times"):
+        asyncio.run(run_against(answer, generate))
+
+
+def test_a_server_that_does_not_answer_runs_into_the_deadline() -> None:
+    async def answer(number: int, body: dict[str, Any]) -> Any:
+        await asyncio.sleep(60)
+
+    with pytest.raises(RuntimeError, match=r"/generate took longer than 2 s"):
+        asyncio.run(run_against(answer, generate))
+
+
+def test_no_more_requests_than_allowed_are_under_way() -> None:
+    under_way, most = 0, 0
+
+    async def answer(number: int, body: dict[str, Any]) -> Any:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.05)
+        under_way -= 1
+        return REPLY
+
+    async def six(client: SglangClient) -> list[tuple[Response, ...]]:
+        return await asyncio.gather(*(generate(client) for _ in range(6)))
+
+    assert len(asyncio.run(run_against(answer, six, max_concurrent=2))) == 6
+    assert most == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"output_token_logprobs": [[-1.5, 18, None]]}, "log-probs came for other tokens than the 3"),
+        ({"finish_reason": {"type": "tired"}}, "unknown reason 'tired'"),
+        ({"weight_versions": [{"version": "3", "start": 0, "end": 2}]}, "versions came for 2 tokens of 3"),
+    ],
+)
+def test_replies_that_contradict_themselves_are_refused(change: dict[str, Any], message: str) -> None:
+    async def answer(number: int, body: dict[str, Any]) -> Any:
+        return {**REPLY, "meta_info": {**REPLY["meta_info"], **change}}
+
+    with pytest.raises(RuntimeError, match=message):
+        asyncio.run(run_against(answer, generate))
+
+
+def test_greedy_with_a_temperature_is_refused() -> None:
+    async def answer(number: int, body: dict[str, Any]) -> Any:
+        return REPLY
+
+    async def ask(client: SglangClient) -> Any:
+        return await client.generate(REQUEST, Sampling(greedy=True, temperature=0.5))
+
+    with pytest.raises(ValueError, match="at temperature 1 only"):
+        asyncio.run(run_against(answer, ask))
