@@ -55,7 +55,8 @@ def transformer_config(spec: ModelSpec, trainer: TrainerConfig) -> TransformerCo
         # Batched p2p of the interleaved schedule gives wrong gradients over gloo, without a word.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
-        deallocate_pipeline_outputs=pipeline,  # what was sent on is not needed here
+        # What was sent on is not needed here. The interleaved schedule would free it while it is still being sent.
+        deallocate_pipeline_outputs=pipeline and not interleaved,
         context_parallel_size=trainer.context_parallel_size,
         sequence_parallel=trainer.sequence_parallel,
         variable_seq_lengths=pipeline,  # micro-batches are as long as their responses

@@ -55,6 +55,12 @@ def test_gradients_equal_one_process(launched: Launch, layout: str, kind: str) -
 
 @each_kind
 @each_layout
+def test_a_gradient_computed_again_is_the_same(launched: Launch, layout: str, kind: str) -> None:
+    assert [rank[kind]["repeated"] for rank in launched(layout)] == [0] * LAYOUTS[layout][0]
+
+
+@each_kind
+@each_layout
 def test_metrics_equal_one_process_on_every_rank(launched: Launch, layout: str, kind: str) -> None:
     for policy in ("on_policy", "clipped"):
         _, reference = launched("single")[0][kind][policy]

@@ -92,6 +92,7 @@ def check_model(config_of: Any, reference: Path) -> dict[str, Any]:
     for name, given in (("on_policy", []), ("clipped", rollout)):
         metrics = trainer.gradients(share, given)
         results[name] = (hf_named(trainer, lambda parameter: parameter.main_grad), metrics.values())
+    results["repeated"] = differing_gradients(trainer, share, rollout)
     results["objectives"] = {}
     for name, case in objectives.cases().items():
         loss = objectives.compute(trainer, config, case)
@@ -108,6 +109,17 @@ def check_model(config_of: Any, reference: Path) -> dict[str, Any]:
     results["memory"] = memory_cases.compare(config_of)
     results["from_single"] = continue_from(config_of(distributed_optimizer=True), reference, batch)
     return results
+
+
+def differing_gradients(trainer: Trainer, share: Share, given: list[Given], times: int = 40) -> int:
+    """How often of so many times the gradient is not, bit by bit, what it was at first: messages that get mixed up."""
+    first, differing = None, 0
+    for _ in range(times if trainer.config.trainer.pipeline_chunks > 1 else 2):
+        trainer.gradients(share, given)
+        found = torch.cat([parameter.main_grad.flatten() for parameter in trainer.parameters()])
+        first = found if first is None else first
+        differing += not torch.equal(found, first)
+    return differing
 
 
 def count_reads() -> list[int]:
