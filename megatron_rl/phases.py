@@ -63,6 +63,8 @@ class Phases:
             self.trainer.sleep(keep_parameters=phase == "sync")
         if phase == "sync":
             self.engine.wake()
+        elif phase == "rollout":
+            self.engine.resume()
         self.phase = phase
         yield
         self._seconds[phase] += time.perf_counter() - begun

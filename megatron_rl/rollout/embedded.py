@@ -91,6 +91,9 @@ class EmbeddedEngine:
                 parameter.data = parameter.data.new_empty(self._sizes[name])
             self._asleep = False
 
+    def resume(self) -> None:
+        """See `Engine`. The cache is made for each batch, so there is nothing to take."""
+
     def health(self) -> bool:
         """See `Engine`."""
         return self._usable
@@ -113,6 +116,18 @@ class EmbeddedEngine:
                     chunk = []
         if chunk:
             yield from self._sample(requests, chunk, sampling)
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+        """See `Engine`."""
+        if not self._usable:
+            raise RuntimeError("score: the weights are undefined (asleep, or not updated since waking)")
+        scores = []
+        for ids in sequences:
+            tokens = torch.tensor([ids], device=next(self._running().parameters()).device)
+            logits = policy_logits(self._running()(tokens).logits[0, :-1], temperature=1.0, allowed=self.vocabulary)
+            scores.append(tuple(logits.log_softmax(-1).gather(-1, tokens[0, 1:, None]).squeeze(-1).tolist()))
+        return scores
 
     def _sample(
         self, requests: Sequence[Request], chunk: list[tuple[int, int]], sampling: Sampling

@@ -32,9 +32,11 @@ class Sampling:
 
 
 class Engine(Protocol):
-    """A rollout engine, seen from the rank that leads it.
+    """A rollout engine, seen from the ranks that share it. Only the one that leads it generates and scores; the other
+    calls are made on all of them, in the same order.
 
-    Between `wake` and the end of `update_weights` its parameters are undefined: nothing may be generated.
+    A step: `wake`, `update_weights`, `resume`, then `generate` and `score`, then `sleep`. Between `wake` and the end of
+    `update_weights` its parameters are undefined.
     """
 
     def start(self) -> None:
@@ -42,6 +44,9 @@ class Engine(Protocol):
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, int, Response]]:
         """Sample; yields (request number, sample number, response) as responses complete, in any order."""
+
+    def score(self, sequences: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+        """Log-probabilities, at temperature 1, of each token after the first, given those before it."""
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights by whole tensors in HF names, and forget every key and value of the old ones."""
@@ -51,6 +56,9 @@ class Engine(Protocol):
 
     def wake(self) -> None:
         """Take memory for the weights again; they are undefined until updated. Again does nothing."""
+
+    def resume(self) -> None:
+        """Take memory for keys and values too, when weights are updated, and generate from now on. Again does nothing."""
 
     def health(self) -> bool:
         """Whether it can generate now."""

@@ -30,7 +30,7 @@ def go(phases: Phases, *names: Phase) -> None:
 
 def test_a_step_goes_from_sync_over_rollout_to_train_and_back(engine: Recorder) -> None:
     go(Phases(engine, None), "sync", "rollout", "train", "sync", "rollout", "train", "sync")  # type: ignore[arg-type]
-    assert engine.asked == ["wake", "sleep", "wake", "sleep", "wake"]
+    assert engine.asked == ["wake", "resume", "sleep", "wake", "resume", "sleep", "wake"]
 
 
 def test_the_trainer_sleeps_while_the_engine_samples_and_keeps_its_parameters_while_they_are_synced(
@@ -51,7 +51,7 @@ def test_the_trainer_sleeps_while_the_engine_samples_and_keeps_its_parameters_wh
 
     go(Phases(Both(), Memory()), "sync", "rollout", "train", "train", "sync")  # type: ignore[arg-type]
     assert order == [
-        *(("trainer sleeps", True), "engine wake", ("trainer sleeps", False)),
+        *(("trainer sleeps", True), "engine wake", ("trainer sleeps", False), "engine resume"),
         *("engine sleep", "trainer wakes") * 2,
         *(("trainer sleeps", True), "engine wake"),
     ]
@@ -59,12 +59,12 @@ def test_the_trainer_sleeps_while_the_engine_samples_and_keeps_its_parameters_wh
 
 def test_a_checkpoint_may_follow_the_start_a_rollout_or_training(engine: Recorder) -> None:
     go(Phases(engine, None), "train", "train", "sync", "rollout", "train")  # type: ignore[arg-type]
-    assert engine.asked == ["sleep", "sleep", "wake", "sleep"]
+    assert engine.asked == ["sleep", "sleep", "wake", "resume", "sleep"]
 
 
 def test_rollout_may_follow_rollout(engine: Recorder) -> None:
     go(Phases(engine, None), "sync", "rollout", "rollout", "rollout", "train")  # type: ignore[arg-type]
-    assert engine.asked == ["wake", "sleep"]
+    assert engine.asked == ["wake", "resume", "resume", "resume", "sleep"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""Which ranks share an engine: consecutive ones, never across nodes. The first of them leads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineGroup:
+    """The engine of a rank, among all engines of the run. Pure: every rank knows everybody's."""
+
+    rank: int
+    """Of the process, in the world."""
+
+    size: int
+    """Ranks that share an engine (`rollout.tensor_parallel_size`)."""
+
+    world: int
+    """Ranks in all."""
+
+    @property
+    def number(self) -> int:
+        """Which engine this rank belongs to, from 0."""
+        return self.rank // self.size
+
+    @property
+    def engines(self) -> int:
+        """How many there are."""
+        return self.world // self.size
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank talks to the engine."""
+        return self.rank % self.size == 0
+
+    def leader_of(self, engine: int) -> int:
+        """The rank that leads an engine."""
+        return engine * self.size
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this rank's engine, its leader first."""
+        first = self.leader_of(self.number)
+        return range(first, first + self.size)
+
+
+def check_engine_groups(size: int, world: int, per_node: int) -> None:
+    """Refuse engines that would not fill the ranks, or would lie across nodes.
+
+    Args:
+        size: ranks that share an engine.
+        world: ranks in all.
+        per_node: ranks of a node.
+
+    Raises:
+        UserError: naming the sizes.
+    """
+    if world % size or per_node % size:
+        raise UserError(
+            f"rollout.tensor_parallel_size: engines of {size} ranks don't divide {world} processes, {per_node} on each "
+            "node; an engine never lies across nodes"
+        )
