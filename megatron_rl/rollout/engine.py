@@ -58,7 +58,7 @@ class Engine(Protocol):
         """Take memory for the weights again; they are undefined until updated. Again does nothing."""
 
     def resume(self) -> None:
-        """Take memory for keys and values too, when weights are updated, and generate from then on; again does nothing."""
+        """Take memory for keys and values too, when weights are updated, and generate from then on. Again: nothing."""
 
     def health(self) -> bool:
         """Whether it can generate now."""
