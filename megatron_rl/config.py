@@ -12,6 +12,7 @@ from megatron_rl.algorithms.kl import KlEstimator
 from megatron_rl.algorithms.losses import LOSSES
 from megatron_rl.algorithms.weights import NORMALISATIONS
 from megatron_rl.presets import PRESETS
+from megatron_rl.rollout.options import SglangConfig
 from megatron_rl.section import NotNegative, Positive, Seconds, Section, Seed
 from megatron_rl.training.options import TrainerConfig
 
@@ -66,11 +67,15 @@ class RewardConfig(Section):
 class RolloutConfig(Section):
     """How responses are sampled."""
 
-    engine: Literal["embedded"] = "embedded"
-    """`embedded`: a batched PyTorch sampler inside each rank."""
+    engine: Literal["embedded", "sglang"] = "embedded"
+    """`embedded`: a batched PyTorch sampler inside each rank; `sglang`: servers beside the ranks (docs/sglang.md)."""
 
     tensor_parallel_size: Positive = 1
-    """Ranks that share one engine. The embedded engine runs on one."""
+    """Ranks that share one engine, all on one node. The embedded engine runs on one."""
+
+    sglang: SglangConfig = SglangConfig()
+    deterministic: bool = False
+    """Each response depends on its own seed only."""
 
     prompts_per_step: Positive = 512
     """Groups in the training batch of a step."""

@@ -22,7 +22,14 @@ class SglangClient:
     """A connection to one server, of one event loop: `async with SglangClient(...) as client`."""
 
     def __init__(
-        self, url: str, api_key: str, *, eos_token_ids: frozenset[int], max_concurrent: int, timeout_s: float
+        self,
+        url: str,
+        api_key: str,
+        *,
+        eos_token_ids: frozenset[int],
+        max_concurrent: int,
+        timeout_s: float,
+        seeded: bool = False,
     ) -> None:
         """Describe the connection.
 
@@ -32,8 +39,9 @@ class SglangClient:
             eos_token_ids: sampling one of them ends a response, beside those that the model's files name.
             max_concurrent: requests that are under way at once; further ones wait here.
             timeout_s: how long a request may take from the moment it is sent, with all its tries.
+            seeded: the server is deterministic, and a request has one seed.
         """
-        self.eos, self.timeout_s = eos_token_ids, timeout_s
+        self.eos, self.timeout_s, self.seeded = eos_token_ids, timeout_s, seeded
         self._free = asyncio.Semaphore(max_concurrent)
         self._http = httpx2.AsyncClient(
             base_url=url,
@@ -54,22 +62,45 @@ class SglangClient:
     async def generate(self, request: Request, sampling: Sampling) -> tuple[Response, ...]:
         """All responses to a prompt, whose keys and values the server computes once.
 
-        Seeds only count: SGLang ignores them unless it runs deterministically.
+        Seeds are only counted, unless the server is deterministic: SGLang ignores them otherwise.
 
         Raises:
-            UserError: the API key is wrong.
+            UserError: the API key is wrong, or the server's cache is too small for a longest response.
             RuntimeError: the server refused the request, lost the connection again and again, or took too long.
         """
-        body = {
-            "input_ids": list(request.prompt_ids),
-            "sampling_params": _sampling_params(request, sampling, self.eos),
-            "return_logprob": True,
-        }
+        params = _sampling_params(request, sampling, self.eos)
+        if self.seeded:
+            (seed,) = request.seeds
+            params["sampling_seed"] = seed >> 1  # of 64 bits without a sign, to those with one
+        body = {"input_ids": list(request.prompt_ids), "sampling_params": params, "return_logprob": True}
         reply = await self._post("/generate", body)
         answers = [reply] if isinstance(reply, dict) else reply
         if len(answers) != len(request.seeds):
             raise RuntimeError(f"SGLang: {len(answers)} responses came instead of {len(request.seeds)}")
-        return tuple(_response(answer) for answer in answers)
+        responses = tuple(_response(answer) for answer in answers)
+        for response in responses:
+            if response.finish_reason == "length" and len(response.ids) < request.max_tokens:
+                raise UserError(
+                    f"SGLang cut a response at {len(response.ids)} of {request.max_tokens} tokens: its key-value cache "
+                    "is too small for a longest response; raise rollout.sglang.memory_fraction or --max-total-tokens"
+                )
+        return responses
+
+    async def score(self, ids: Sequence[int]) -> tuple[float, ...]:
+        """Log-probabilities of each token after the first, at temperature 1. Nothing is generated.
+
+        Raises: as `generate`.
+        """
+        body = {
+            "input_ids": list(ids),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        scored = (await self._post("/generate", body))["meta_info"]["input_token_logprobs"]
+        if [token for _, token, *_ in scored] != list(ids):
+            raise RuntimeError(f"SGLang: log-probs came for other tokens than the {len(ids)} of the prompt")
+        return tuple(logprob for logprob, *_ in scored[1:])  # the first has none
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The reply's JSON. Sent again when the connection is lost: generating has no side effects."""

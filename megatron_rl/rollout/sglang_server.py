@@ -19,6 +19,7 @@ import httpx2
 from megatron_rl.errors import UserError
 from megatron_rl.rollout import sglang_child
 from megatron_rl.rollout.options import SglangConfig
+from megatron_rl.training import cpu
 
 PASSED_ON = (
     "PATH HOME USER LANG LC_ALL TZ TMPDIR LD_LIBRARY_PATH CUDA_HOME CUDA_PATH XDG_CACHE_HOME TRITON_CACHE_DIR "
@@ -51,20 +52,25 @@ class SglangServer:
         number: int,
         tensor_parallel_size: int,
         gpus: Sequence[str],
+        dtype: str,
+        deterministic: bool = False,
         log_file: Path,
     ) -> None:
         """Describe the server; `start` starts it.
 
         Args:
             config: the options.
-            model_dir: HF directory.
+            model_dir: HF directory, of which config.json is read; the weights are made up until they are updated.
             number: which of the node's servers it is, from 0.
             tensor_parallel_size: GPUs of the engine.
             gpus: their entries for CUDA_VISIBLE_DEVICES; none on a CPU.
+            dtype: of the weights.
+            deterministic: each response depends on its own seed only.
             log_file: its output; only the user may read it, as SGLang logs all its arguments, the keys too.
         """
         self.config, self.model_dir, self.log_file = config, model_dir, log_file
         self.number, self.tensor_parallel_size, self.gpus = number, tensor_parallel_size, tuple(gpus)
+        self.dtype, self.deterministic = dtype, deterministic
         self.url = ""
         self.api_key, self.admin_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         self._child: subprocess.Popen[str] | None = None
@@ -127,7 +133,7 @@ class SglangServer:
         try:
             child = subprocess.Popen(
                 [*script, *self._arguments(port)],
-                env=server_environment(os.environ, self.gpus, self.config.environment),
+                env=server_environment(os.environ, self.gpus, self.tensor_parallel_size, self.config.environment),
                 stdin=subprocess.PIPE,
                 stdout=handle,
                 stderr=handle,
@@ -153,9 +159,14 @@ class SglangServer:
             "--port": port,
             "--tp-size": self.tensor_parallel_size,
             "--mem-fraction-static": self.config.memory_fraction,
-            "--weight-version": 0,  # no optimizer step is behind the weights in `model_dir`
+            "--dtype": self.dtype,
+            "--load-format": "dummy",
         }
-        return [str(word) for pair in chosen.items() for word in pair] + list(self.config.extra_args)
+        flags = ["--weight-version=-1", "--skip-tokenizer-init"]  # token ids in, token ids out
+        flags += ["--enable-memory-saver"] if self.gpus else cpu.SGLANG_ARGUMENTS
+        if self.deterministic:
+            flags.append("--enable-deterministic-inference")
+        return [str(word) for pair in chosen.items() for word in pair] + flags + list(self.config.extra_args)
 
     def _wait_until_healthy(self) -> None:
         deadline = time.monotonic() + self.config.start_timeout_s
@@ -186,16 +197,28 @@ class SglangServer:
         return f"the end of {self.log_file}:\n{lines}"
 
 
-def server_environment(ours: Mapping[str, str], gpus: Sequence[str], added: Mapping[str, str]) -> dict[str, str]:
+def server_environment(
+    ours: Mapping[str, str], gpus: Sequence[str], ranks: int, added: Mapping[str, str]
+) -> dict[str, str]:
     """The server's variables.
 
     Args:
         ours: of this process.
-        gpus: the server's, as entries of CUDA_VISIBLE_DEVICES.
+        gpus: the server's, as entries of CUDA_VISIBLE_DEVICES; none on a CPU.
+        ranks: of its tensor parallelism.
         added: what the config adds; it goes before all others.
     """
     passed = {key: value for key, value in ours.items() if key in PASSED_ON or key.startswith(PASSED_ON_PREFIXES)}
-    return {**passed, "CUDA_VISIBLE_DEVICES": ",".join(gpus), **added}
+    of_device = {} if gpus else cpu.sglang_environment(ranks)
+    return {**passed, "CUDA_VISIBLE_DEVICES": ",".join(gpus), **of_device, **added}
+
+
+def local_gpus(local_rank: int, count: int) -> tuple[str, ...]:
+    """The GPUs of the ranks from `local_rank` of a node on, as entries of CUDA_VISIBLE_DEVICES; none on a CPU."""
+    if not cpu.has_cuda():
+        return ()
+    visible = [entry for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry]
+    return tuple(visible[rank] if visible else str(rank) for rank in range(local_rank, local_rank + count))
 
 
 def _in_url(host: str) -> str:

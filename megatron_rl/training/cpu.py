@@ -24,11 +24,14 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
+import os
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import psutil
 import torch
 
 CPU = torch.device("cpu")
@@ -37,6 +40,11 @@ _FACTORIES = (
     "rand randint randn tensor zeros zeros_like"
 ).split()
 _installed = False
+
+SGLANG_ARGUMENTS = (
+    "--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-cuda-graph".split()
+)
+"""What makes an SGLang server compute on a CPU."""
 
 
 def has_cuda() -> bool:
@@ -52,6 +60,34 @@ def device() -> torch.device:
 def backend() -> str:
     """The torch.distributed backend for tensors on `device()`."""
     return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
+
+
+def sglang_environment(ranks: int) -> dict[str, str]:
+    """Variables of an SGLang server on a CPU; its ranks share the cores, for which it would want a NUMA node each."""
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [cores[rank % len(cores) :: ranks] for rank in range(ranks)]
+    bound = "|".join(",".join(map(str, share)) for share in shares)
+    return {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": bound}
+
+
+def used_bytes() -> int:
+    """Memory in use: of the device, by all processes on it; on a CPU the resident memory of this process."""
+    if has_cuda():
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+    return int(psutil.Process().memory_info().rss)
+
+
+def wait_until_free(timeout_s: float = 30.0) -> None:
+    """Return when the device's memory in use has stopped falling: another process gives it back after it said so."""
+    deadline = time.monotonic() + timeout_s
+    before = used_bytes()
+    while has_cuda() and time.monotonic() < deadline:
+        time.sleep(0.2)
+        now = used_bytes()
+        if now >= before:
+            return
+        before = now
 
 
 def install() -> None:

@@ -12,7 +12,9 @@ def main() -> None:
     """Start the server, say so, and end: `return`, `raise`, or wait to be killed."""
     how, config, model, log = sys.argv[1:]
     options = SglangConfig.model_validate_json(config)
-    server = SglangServer(options, Path(model), number=0, tensor_parallel_size=1, gpus=(), log_file=Path(log))
+    server = SglangServer(
+        options, Path(model), number=0, tensor_parallel_size=1, gpus=(), dtype="float32", log_file=Path(log)
+    )
     try:
         server.start()
         print("started", flush=True)

@@ -19,6 +19,9 @@ PROMPTS = [(5, 6, 7, 8, 9), (10, 11, 12), (20,) * 20, tuple(range(3, 36))]
 EOS = 2
 
 
+pytestmark = pytest.mark.usefixtures("control")
+
+
 def ask(server: SglangServer, requests: list[Request], sampling: Sampling, eos: frozenset[int] = frozenset({EOS})):
     """All responses, in the order of the requests."""
 
@@ -62,7 +65,7 @@ def test_sixteen_samples_have_the_log_probs_of_transformers(
         for response in responses:
             expected = logprobs(model[1], prompt, response, temperature)
             torch.testing.assert_close(torch.tensor(response.logprobs), expected, atol=1e-4, rtol=0)
-            assert response.weight_versions == (0,) * len(response.ids)
+            assert response.weight_versions == (3,) * len(response.ids)
 
 
 def test_a_response_ends_with_its_end_token_or_at_the_budget(server: SglangServer) -> None:
@@ -85,6 +88,19 @@ def test_samples_share_the_keys_and_values_of_their_prompt(server: SglangServer)
     replies = httpx2.post(f"{server.url}/generate", json=body, headers=headers, timeout=60).json()
     # All but the last token of the prompt, which must be computed for its logits
     assert [reply["meta_info"]["cached_tokens"] for reply in replies] == [199] * 16
+
+
+def test_a_sequence_is_scored_as_transformers_does(server: SglangServer, model: Model) -> None:
+    async def score() -> list[tuple[float, ...]]:
+        async with SglangClient(
+            server.url, server.api_key, eos_token_ids=frozenset(), max_concurrent=3, timeout_s=60
+        ) as client:
+            return await asyncio.gather(*(client.score(ids) for ids in PROMPTS * 2))  # again: from a full cache
+
+    for ids, scores in zip(PROMPTS * 2, asyncio.run(score()), strict=True):
+        logits = model[1](torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        expected = logits.gather(-1, torch.tensor(ids[1:]).unsqueeze(-1)).squeeze(-1)
+        torch.testing.assert_close(torch.tensor(scores), expected, atol=1e-4, rtol=0)
 
 
 def test_a_wrong_api_key_is_the_users_to_mend(server: SglangServer) -> None:

@@ -3,10 +3,12 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from megatron_rl.errors import UserError
 from megatron_rl.rollout import sglang_client
 from megatron_rl.rollout.engine import Request, Sampling
 from megatron_rl.rollout.sglang_client import SglangClient
@@ -64,6 +66,29 @@ def test_a_reply_becomes_a_response() -> None:
     assert asyncio.run(run_against(answer, generate)) == (
         Response(ids=(18, 27, 6), logprobs=(-1.5, -2.5, -0.5), finish_reason="length", weight_versions=(3, 3, 4)),
     )
+
+
+def test_a_response_that_was_cut_short_is_told() -> None:
+    async def answer(number: int, body: dict[str, Any]) -> Any:
+        return REPLY
+
+    async def ask_for_four(client: SglangClient) -> Any:
+        return await client.generate(replace(REQUEST, max_tokens=4), Sampling())
+
+    with pytest.raises(UserError, match="cut a response at 3 of 4 tokens: its key-value cache is too small"):
+        asyncio.run(run_against(answer, ask_for_four))
+
+
+def test_a_deterministic_server_gets_the_seed_in_63_bits() -> None:
+    async def answer(number: int, body: dict[str, Any]) -> Any:
+        assert body["sampling_params"]["sampling_seed"] == 2**63 - 1
+        return REPLY
+
+    async def ask(client: SglangClient) -> Any:
+        client.seeded = True
+        return await client.generate(replace(REQUEST, seeds=(2**64 - 1,)), Sampling())
+
+    assert asyncio.run(run_against(answer, ask))
 
 
 def test_a_lost_connection_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

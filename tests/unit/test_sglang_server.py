@@ -20,7 +20,7 @@ from tests.engines.processes import left_behind, writing_to
 HEALTHY = """
 import http.server, subprocess, sys
 
-arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+arguments = dict(zip(sys.argv, sys.argv[1:]))
 child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
 
@@ -45,7 +45,9 @@ def server_of(program: str, directory: Path, **options: object) -> SglangServer:
     environment = {"PYTHONPATH": str(directory)}
     config = SglangConfig.model_validate({"environment": environment, "start_timeout_s": 60, **options})
     log_file = directory / "log"
-    return SglangServer(config, Path("model"), number=0, tensor_parallel_size=2, gpus=("4", "5"), log_file=log_file)
+    return SglangServer(
+        config, Path("model"), number=0, tensor_parallel_size=2, gpus=("4", "5"), dtype="float32", log_file=log_file
+    )
 
 
 def test_it_starts_and_ends_with_all_descendants(tmp_path: Path) -> None:
@@ -163,7 +165,7 @@ def test_of_our_environment_little_is_passed_on() -> None:
         "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5",
         "WANDB_API_KEY": "secret",
     }
-    assert server_environment(ours, ("4", "5"), {"SGLANG_X": "1"}) == {
+    assert server_environment(ours, ("4", "5"), 2, {"SGLANG_X": "1"}) == {
         "PATH": "/bin",
         "NCCL_SOCKET_IFNAME": "eth0",
         "CUDA_VISIBLE_DEVICES": "4,5",
