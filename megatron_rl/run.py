@@ -23,8 +23,9 @@ from megatron_rl.phases import Phases
 from megatron_rl.resharding.hf_files import HfReader, write_hf
 from megatron_rl.rewards.graders import load_grader
 from megatron_rl.rollout.collector import Collector, Rollout
-from megatron_rl.rollout.embedded import EmbeddedEngine
 from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.engines import make_engine
+from megatron_rl.rollout.groups import EngineGroup
 from megatron_rl.rollout.sampler import GroupSampler
 from megatron_rl.run_dir import RunLock, check_run_dir
 from megatron_rl.stopping import StopWish
@@ -43,7 +44,6 @@ from megatron_rl.training.checkpoint import (
 )
 from megatron_rl.training.hf_config import read_model_spec
 from megatron_rl.training.implementation import choose
-from megatron_rl.training.model import DTYPES
 from megatron_rl.training.objective import Objective, load_loss
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Prompt
@@ -90,19 +90,15 @@ class Run:
                 self.progress.say(f"{path}: {prompts.skipped} prompts over data.max_prompt_tokens were skipped")
         for doubt in doubts(config):
             self.progress.say(f"warning: {doubt}")
-        self.engine: Engine = EmbeddedEngine(
-            config.model.path,
-            eos_token_ids=eos,
-            vocabulary=vocabulary,
-            dtype=DTYPES[config.trainer.dtype],
-            max_concurrent=config.rollout.max_concurrent,
-        )
+        group = EngineGroup(rank=dist.get_rank(), size=config.rollout.tensor_parallel_size, world=dist.get_world_size())
+        self.engine: Engine = make_engine(config, spec, group, eos_token_ids=eos, vocabulary=vocabulary)
         self.sampler = GroupSampler(self.engine, grader, tokenizer, config.seed)
         self.stream = PromptStream(data.prompts, config.seed)
         self.collector = Collector(self.sampler, self.stream, config, self.progress.say)
         self.writer: RunWriter | None = None
         self._saved_step = 0
         with ExitStack() as started:
+            self._from_leader(lambda: started.enter_context(RunLock(config.run_dir)) and None)
             started.callback(self.engine.stop)
             # On a GPU the engine takes its memory first and gives it back; then the trainer allocates.
             self.engine.start()
@@ -129,7 +125,6 @@ class Run:
 
     def resume(self) -> None:
         """Go on from the newest checkpoint of the run directory, if there is one, and open the run's files."""
-        self._from_leader(self._take_run_dir)
         # One choice, whatever each node sees of the disk.
         newest = self._from_leader(lambda: latest_checkpoint(self.config))
         if newest is not None:
@@ -139,9 +134,6 @@ class Run:
             self.stream.position = state.prompts_drawn
             self.progress.say(f"going on after step {self.step}, from {newest}")
         self._from_leader(self._open_files)
-
-    def _take_run_dir(self) -> None:
-        self._started.enter_context(RunLock(self.config.run_dir))
 
     def _open_files(self) -> None:
         replace_text(self.config.run_dir / "config.yaml", dump_config(self.config))

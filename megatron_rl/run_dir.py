@@ -11,7 +11,7 @@ from typing import IO
 
 from megatron_rl.errors import UserError
 
-FOLDERS = ("checkpoints", "samples", "tensorboard", "batches", "hf")
+FOLDERS = ("checkpoints", "samples", "tensorboard", "batches", "hf", "engines")
 FILES = ("config.yaml", "metrics.jsonl")
 
 

@@ -9,6 +9,7 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,14 @@ class SglangEngine:
         if self.group.size > 1:
             for engine in range(self.group.engines):  # every rank takes part in making every group
                 first = self.group.leader_of(engine)
-                made = dist.new_group(list(range(first, first + self.group.size)), backend="gloo")
+                patience = timedelta(seconds=self.config.collective_timeout_s)
+                made = dist.new_group(list(range(first, first + self.group.size)), timeout=patience, backend="gloo")
                 self._ranks = made if engine == self.group.number else self._ranks
-        if not self.group.leads:
-            return
+        if self.group.leads:
+            self._start_server()
+        self._meet()
+
+    def _start_server(self) -> None:
         model = self.directory / "model"
         write_engine_model(model, self.config.model.path, self.vocabulary, self.eos)
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.group.world))
@@ -150,8 +155,7 @@ class SglangEngine:
                 self._control.update(payloads, version=version if last else None)
                 if cpu.has_cuda():
                     self._control.wait_for_copies(held[-1].name)
-            if self._ranks:
-                dist.barrier(self._ranks)  # the buffer is free again
+            self._meet()  # the buffer is free again
         if missing:
             raise RuntimeError(f"update_weights: {next(iter(missing))} was not sent")
         if self._control:
@@ -165,7 +169,8 @@ class SglangEngine:
             self._control.pause()
             self._control.flush()
             self._control.release([tag for tag in (*CACHE, *WEIGHTS) if tag in self._has])
-            cpu.wait_until_free()
+        self._meet()
+        cpu.wait_until_free()
         self._has.clear()
         self._generates, self.version = False, -1
 
@@ -193,6 +198,7 @@ class SglangEngine:
         self._control = self._server = None
 
     def _take(self, tags: tuple[str, ...]) -> None:
+        self._meet()  # the trainer's memory is free on the GPUs of all ranks
         if self._control and self._has.isdisjoint(tags):
             self._control.resume(tags)
         self._has.update(tags)
@@ -208,6 +214,11 @@ class SglangEngine:
             if tensor.shape[1:] != size[1:] or len(tensor) < size[0]:
                 raise RuntimeError(f"update_weights: {name} is {tuple(tensor.shape)}, not {size}")
             yield name, tensor[: size[0]]
+
+    def _meet(self) -> None:
+        """Wait for the other ranks of the group."""
+        if self._ranks:
+            dist.barrier(self._ranks)
 
     def _gathered(self, payload: str) -> list[str]:
         """The payloads of all ranks of the group, on the leader."""
