@@ -1,4 +1,5 @@
 # make demo    trains a tiny model by reinforcement learning on this machine's CPU and shows the result
+#              LAYOUT=tp2|pp2|cp2|dp2  ENGINE=embedded|sglang  SEED=0
 # make test    lints, checks types and runs the tests
 # make test-gpu      runs the tests that need a GPU; elsewhere they are skipped
 # make test-sglang   runs the tests against a real SGLang on the CPU, in an environment of its own
@@ -6,6 +7,7 @@
 # All make .venv first, if it is not there or pyproject.toml changed. Needs Python 3.11 or newer, git and make.
 SHELL := /bin/bash
 LAYOUT ?= tp2
+ENGINE ?= embedded
 SEED ?= 0
 PYTHON ?= $(shell for p in python3.11 python3.12 python3 python3.13; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -13,6 +15,8 @@ BIN := .venv/bin
 READY := .venv/installed
 SGLANG := .venv-sglang
 SGLANG_CPU := tests/engines/sglang_cpu
+ENV_sglang := $(SGLANG)/installed
+OPTIONS_sglang := rollout.sglang.python=$(SGLANG)/bin/python
 
 .PHONY: demo test test-gpu test-sglang sglang-env bench-trainer lint setup docs
 setup: $(READY)
@@ -25,8 +29,8 @@ $(READY): pyproject.toml
 	@touch $@
 	@echo "set-up: done"
 
-demo: $(READY)
-	@$(BIN)/megatron-rl demo --layout $(LAYOUT) --seed $(SEED)
+demo: $(READY) $(ENV_$(ENGINE))
+	@$(BIN)/megatron-rl demo --layout $(LAYOUT) --engine $(ENGINE) --seed $(SEED) $(OPTIONS_$(ENGINE))
 
 lint: $(READY)
 	$(BIN)/ruff check .

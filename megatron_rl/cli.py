@@ -67,6 +67,9 @@ def train(
 def demo(
     overrides: Overrides = None,
     layout: Annotated[str, typer.Option(help="Layout of the trainer on 2 processes: tp2, pp2, cp2 or dp2.")] = "tp2",
+    engine: Annotated[str, typer.Option(help="What samples: embedded, or sglang (in an environment that has it).")] = (
+        "embedded"
+    ),
     seed: Annotated[int, typer.Option(min=0, help="Of the base model and of the run.")] = 0,
     directory: Annotated[Path, typer.Option(help="Everything is made below it.")] = Path("runs/demo"),
     recipe: Annotated[Path, typer.Option(help="The recipe.")] = Path("launch/recipes/demo_arithmetic.yaml"),
@@ -74,7 +77,7 @@ def demo(
     """Make a tiny model, train it by reinforcement learning on this machine's CPU, and show what changed."""
     from megatron_rl.demo.run import run_demo
 
-    raise typer.Exit(run_demo(recipe, directory, layout, seed, overrides or []))
+    raise typer.Exit(run_demo(recipe, directory, layout, engine, seed, overrides or []))
 
 
 @app.command()

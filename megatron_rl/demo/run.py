@@ -26,19 +26,25 @@ LAYOUTS: dict[str, list[str]] = {
     ],
     "dp2": ["trainer.tensor_parallel_size=1", "trainer.pipeline_parallel_size=1"],
 }
+ENGINES: dict[str, list[str]] = {
+    "embedded": [],
+    # A cache for what is sampled at once; SGLang would take a part of all memory.
+    "sglang": ["rollout.engine=sglang", "rollout.sglang.extra_args=[--max-total-tokens,'16384']"],
+}
 PROCESSES = 2
 _PHASES = ("rollout", "train", "sync", "evaluation")
 HELDOUT, TRAINING = 256, 8000
 """Problems: 256 × 16 samples measure a share to about ±0.01; 8,000 are more than a run draws."""
 
 
-def run_demo(recipe: Path, directory: Path, layout: str, seed: int, overrides: list[str]) -> int:
+def run_demo(recipe: Path, directory: Path, layout: str, engine: str, seed: int, overrides: list[str]) -> int:
     """Make the base model, train it by `recipe`, and show before and after.
 
     Args:
         recipe: of the demo.
         directory: everything is made below it.
         layout: one of `LAYOUTS`.
+        engine: one of `ENGINES`.
         seed: of the base model and of the run.
         overrides: further `key.sub=value` for the recipe.
 
@@ -46,10 +52,11 @@ def run_demo(recipe: Path, directory: Path, layout: str, seed: int, overrides: l
         The exit code of the training; its result is shown only if that is 0.
 
     Raises:
-        UserError: no such recipe or layout.
+        UserError: no such recipe, layout or engine.
     """
-    if layout not in LAYOUTS:
-        raise UserError(f"--layout: {layout!r} is not one of {', '.join(LAYOUTS)}")
+    for option, value, known in (("layout", layout, LAYOUTS), ("engine", engine, ENGINES)):
+        if value not in known:
+            raise UserError(f"--{option}: {value!r} is not one of {', '.join(known)}")
     if not recipe.exists():
         raise UserError(f"{recipe}: no such recipe; run the demo from the root of the repository")
     begun = time.perf_counter()
@@ -64,10 +71,11 @@ def run_demo(recipe: Path, directory: Path, layout: str, seed: int, overrides: l
         raise UserError(str(error)) from None
     made = time.perf_counter()
 
-    run_dir = _unfinished(directory / f"{layout}_seed{seed}")
+    of_engine = "" if engine == "embedded" else f"_{engine}"
+    run_dir = _unfinished(directory / f"{layout}_seed{seed}{of_engine}")
     values = {"run_dir": run_dir, "seed": seed, "model.path": base}
     values |= {"data.train": data / "train.jsonl", "data.eval": data / "heldout.jsonl"}
-    settings = [f"{key}={value}" for key, value in values.items()] + LAYOUTS[layout] + overrides
+    settings = [f"{key}={value}" for key, value in values.items()] + LAYOUTS[layout] + ENGINES[engine] + overrides
     code = launch_local(PROCESSES, ["train", str(recipe), *settings])
     if code == 0:
         ended = time.perf_counter()

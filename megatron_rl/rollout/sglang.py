@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import queue
 import threading
@@ -20,12 +21,13 @@ from megatron_rl.config import Config
 from megatron_rl.resharding.names import hf_shapes
 from megatron_rl.rollout.engine import Request, Sampling
 from megatron_rl.rollout.groups import EngineGroup
-from megatron_rl.rollout.sglang_buckets import Buckets
+from megatron_rl.rollout.sglang_buckets import ALIGNMENT, BUCKET_BYTES, Buckets
 from megatron_rl.rollout.sglang_client import SglangClient
 from megatron_rl.rollout.sglang_control import SglangControl
 from megatron_rl.rollout.sglang_server import SglangServer, local_gpus
 from megatron_rl.training import cpu
 from megatron_rl.training.hf_config import ModelSpec
+from megatron_rl.training.model import DTYPES
 from megatron_rl.types import Response
 
 WEIGHTS, CACHE = ("weights",), ("kv_cache", "cuda_graph")
@@ -62,7 +64,8 @@ class SglangEngine:
         self.config, self.group, self.eos, self.vocabulary = config, group, eos_token_ids, vocabulary
         self.directory = config.run_dir / "engines" / str(group.number)
         self._sizes = hf_shapes(replace(spec.shape, vocab=vocabulary))
-        self._buckets = Buckets(cpu.device())
+        of_model = sum(math.prod(size) for size in self._sizes.values()) * DTYPES[config.trainer.dtype].itemsize
+        self._buckets = Buckets(cpu.device(), min(BUCKET_BYTES, of_model + ALIGNMENT * len(self._sizes)))
         self._server: SglangServer | None = None
         self._control: SglangControl | None = None
         self._ranks: dist.ProcessGroup | None = None

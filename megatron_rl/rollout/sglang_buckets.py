@@ -22,7 +22,7 @@ from torch.multiprocessing import get_sharing_strategy, reductions, set_sharing_
 BUCKET_BYTES = 512 * 2**20
 """Large enough that a call's milliseconds don't count beside the copy, small beside a GPU's memory."""
 
-_ALIGNMENT = 16
+ALIGNMENT = 16
 """Bytes; a tensor of any dtype may begin there."""
 
 _DEVICE = 6
@@ -51,7 +51,7 @@ class Buckets:
         held: list[SimpleNamespace] = []
         end = 0
         for name, tensor in tensors:
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            start = -(-end // ALIGNMENT) * ALIGNMENT
             if held and start + tensor.nbytes > self.size:
                 yield held, False
                 held, start = [], 0
@@ -93,11 +93,13 @@ class Buckets:
         if size <= self._buffer.nbytes:
             return
         self._buffer = torch.empty(0, dtype=torch.uint8)  # first, or both are there at once
-        with _plain_allocations(self.device):
-            self._buffer = torch.empty(max(size, self.size), dtype=torch.uint8, device=self.device)
+        size = max(size, self.size)
         if self.device.type == "cpu":
-            with _shared_by_name():
-                self._buffer.share_memory_()
+            with _shared_by_name():  # at once: share_memory_() would fill all of it
+                self._buffer = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
+            return
+        with _plain_allocations():
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
 
 
 def _with_uuid(tensor: Tensor) -> tuple[Any, ...]:
@@ -121,11 +123,8 @@ def _shared_by_name() -> Iterator[None]:
 
 
 @contextmanager
-def _plain_allocations(device: torch.device) -> Iterator[None]:
+def _plain_allocations() -> Iterator[None]:
     """Allocate by cudaMalloc: memory of expandable segments has no CUDA IPC handle."""
-    if device.type != "cuda":
-        yield
-        return
     before = torch._C._accelerator_getAllocatorSettings()
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
     try:

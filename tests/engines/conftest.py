@@ -18,6 +18,9 @@ PYTHON = Path(__file__).parents[2] / ".venv-sglang/bin/python"
 SHAPE = Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=37, tied=False)
 """Two key-value heads, so that TP 2 divides them."""
 
+Model = tuple[Path, Qwen2ForCausalLM]
+"""A model directory and the model that was written to it."""
+
 ARGUMENTS = ["--max-total-tokens", "16384"]
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1"}
 

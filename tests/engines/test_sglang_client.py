@@ -1,7 +1,6 @@
 """What a real SGLang server answers, against transformers."""
 
 import asyncio
-from pathlib import Path
 
 import httpx2
 import pytest
@@ -13,8 +12,8 @@ from megatron_rl.rollout.engine import Request, Sampling
 from megatron_rl.rollout.sglang_client import SglangClient
 from megatron_rl.rollout.sglang_server import SglangServer
 from megatron_rl.types import Response
+from tests.engines.conftest import Model
 
-Model = tuple[Path, Qwen2ForCausalLM]
 PROMPTS = [(5, 6, 7, 8, 9), (10, 11, 12), (20,) * 20, tuple(range(3, 36))]
 EOS = 2
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -17,10 +16,9 @@ from megatron_rl.rollout.sglang_client import SglangClient
 from megatron_rl.rollout.sglang_control import SglangControl
 from megatron_rl.rollout.sglang_server import SglangServer
 from megatron_rl.types import Response
-from tests.engines.conftest import SHAPE, push
+from tests.engines.conftest import SHAPE, Model, push
 from tests.tiny import random_model
 
-Model = tuple[Path, Qwen2ForCausalLM]
 PROMPT = (5, 6, 7, 8, 9)
 
 

@@ -8,14 +8,11 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from transformers import Qwen2ForCausalLM
 
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.sglang_server import SglangServer
-from tests.engines.conftest import cpu_config, server_of
+from tests.engines.conftest import Model, cpu_config, server_of
 from tests.engines.processes import left_behind, writing_to
-
-Model = tuple[Path, Qwen2ForCausalLM]
 
 
 def test_the_server_serves_the_model(server: SglangServer, model: Model) -> None:

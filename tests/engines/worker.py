@@ -1,0 +1,97 @@
+"""Two Megatron ranks that push their weights into one SGLang server of TP 2, again and again.
+
+torchrun --standalone --nproc-per-node 2 -m tests.engines.worker tp2|pp2 DIRECTORY PYTHON
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from megatron_rl.resharding.sync import push_weights
+from megatron_rl.rollout.engine import Request, Sampling
+from megatron_rl.rollout.groups import EngineGroup
+from megatron_rl.rollout.sglang import SglangEngine
+from megatron_rl.training import setup
+from megatron_rl.training.hf_config import read_model_spec
+from megatron_rl.training.trainer import Trainer
+from tests.tiny import run_config
+
+EOS, VOCABULARY = frozenset({2}), 31
+"""Fewer ids than the model's 37."""
+
+PROMPTS = [(5, 6, 7, 8, 9), (10, 11, 12), (20,) * 20, tuple(range(3, 30))]
+
+
+def whole_model(trainer: Trainer, directory: Path) -> Qwen2ForCausalLM:
+    """What transformers makes of the trainer's weights, without the ids that are never sampled."""
+    weights = {name: tensor.clone() for name, tensor in trainer.hf_weights()}
+    model = Qwen2ForCausalLM(Qwen2Config.from_pretrained(directory)).eval().requires_grad_(False)
+    model.load_state_dict(weights, strict=not model.config.tie_word_embeddings)
+    return model
+
+
+def check_answers(engine: SglangEngine, model: Qwen2ForCausalLM, version: int) -> None:
+    """Greedy answers, samples and scores are those of the weights that were pushed."""
+    requests = [Request(prompt_ids=prompt, seeds=tuple(range(16)), max_tokens=12) for prompt in PROMPTS]
+    for sampling in (Sampling(greedy=True), Sampling(temperature=0.8)):
+        answers = list(engine.generate(requests, sampling))
+        assert len(answers) == 64
+        for number, _, response in answers:
+            prompt = PROMPTS[number]
+            logits = model(torch.tensor([prompt + response.ids])).logits[0, len(prompt) - 1 : -1, :VOCABULARY]
+            if sampling.greedy:
+                assert response.ids == tuple(logits.argmax(-1).tolist())
+            expected = (logits / sampling.temperature).log_softmax(-1)[range(len(response.ids)), list(response.ids)]
+            torch.testing.assert_close(torch.tensor(response.logprobs), expected, atol=1e-4, rtol=0)
+            assert response.weight_versions == (version,) * len(response.ids)
+    for ids, scores in zip(PROMPTS, engine.score(PROMPTS), strict=True):
+        logits = model(torch.tensor([ids])).logits[0, :-1, :VOCABULARY].log_softmax(-1)
+        torch.testing.assert_close(torch.tensor(scores), logits[range(len(ids) - 1), list(ids[1:])], atol=1e-4, rtol=0)
+
+
+def main() -> None:
+    """Three updates: the first, and two with other weights, each through a sleep."""
+    layout, directory, python = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    size = {"tp2": "tensor_parallel_size", "pp2": "pipeline_parallel_size"}[layout]
+    config = run_config(
+        run_dir=directory / f"run_{layout}",
+        model={"path": directory / "model"},
+        trainer={size: 2, "dtype": "float32", "micro_batch_size": 4},
+        rollout={
+            "engine": "sglang",
+            "tensor_parallel_size": 2,
+            "sglang": {"python": python, "extra_args": ["--max-total-tokens", "16384"], "start_timeout_s": 400},
+        },
+    )
+    spec = read_model_spec(config.model.path)
+    setup.start(config)
+    group = EngineGroup(rank=dist.get_rank(), size=2, world=2)
+    engine = SglangEngine(config, spec, group, eos_token_ids=EOS, vocabulary=VOCABULARY)
+    try:
+        engine.start()
+        engine.sleep()
+        trainer = Trainer(config, spec, VOCABULARY)
+        engine._buckets.size = 30_000  # many, not one
+        for version in (0, 1, 2):
+            engine.wake()
+            push_weights(trainer.model, spec.shape, engine, version)
+            engine.resume()
+            model = whole_model(trainer, config.model.path)
+            if group.leads:
+                check_answers(engine, model, version)
+                print(f"version {version} is right", flush=True)
+            engine.sleep()
+            with torch.no_grad():
+                for number, parameter in enumerate(trainer.parameters()):
+                    generator = torch.Generator().manual_seed(100 * version + number)
+                    parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    finally:
+        engine.stop()
+    setup.stop()
+
+
+if __name__ == "__main__":
+    main()
