@@ -9,7 +9,10 @@ from contextlib import contextmanager
 from typing import Literal, Protocol
 
 from megatron_rl.rollout.engine import Engine
+from megatron_rl.telemetry.peak import Peak
+from megatron_rl.training import cpu
 
+GB = 1e9
 Phase = Literal["start", "sync", "rollout", "train"]
 _LEGAL: dict[Phase, tuple[Phase, ...]] = {
     "start": ("sync", "train"),
@@ -30,7 +33,7 @@ class Sleeper(Protocol):
 
 
 class Phases:
-    """Moves one rank from phase to phase and counts the seconds in each."""
+    """Moves one rank from phase to phase; counts the seconds in each and looks at the memory in use."""
 
     def __init__(self, engine: Engine, trainer: Sleeper | None) -> None:
         """Begin with the engine asleep and the trainer awake.
@@ -42,6 +45,7 @@ class Phases:
         self.engine, self.trainer = engine, trainer
         self.phase: Phase = "start"
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._peaks: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def enter(self, phase: Phase) -> Iterator[None]:
@@ -66,7 +70,10 @@ class Phases:
         elif phase == "rollout":
             self.engine.resume()
         self.phase = phase
-        yield
+        peak = Peak(cpu.used_bytes)
+        with peak.watch():
+            yield
+        self._peaks[phase] = max(self._peaks[phase], peak.bytes / GB)
         self._seconds[phase] += time.perf_counter() - begun
 
     def take_seconds(self) -> dict[str, float]:
@@ -74,3 +81,9 @@ class Phases:
         seconds = dict(self._seconds)
         self._seconds.clear()
         return seconds
+
+    def take_peaks(self) -> dict[str, float]:
+        """The most GB in use in each phase since the last call: on the device by all, on a CPU by this process."""
+        peaks = dict(self._peaks)
+        self._peaks.clear()
+        return peaks

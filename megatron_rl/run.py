@@ -192,6 +192,7 @@ class Run:
 
     def _add_memory_figures(self, metrics: MeanMetrics) -> None:
         figures = self.trainer.memory.take_figures() if self.trainer.memory else {}
+        figures |= {f"memory/peak_gb_{phase}": peak for phase, peak in self.phases.take_peaks().items()}
         for name, value in figures.items():
             metrics.add(name, value)
 
