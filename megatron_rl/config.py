@@ -74,6 +74,8 @@ class RolloutConfig(Section):
     """Ranks that share one engine, all on one node. The embedded engine runs on one."""
 
     sglang: SglangConfig = SglangConfig()
+    """How SGLang's servers are started and asked; for `engine: sglang`."""
+
     deterministic: bool = False
     """Each response depends on its own seed only."""
 
