@@ -100,7 +100,7 @@ def pack(responses: Sequence[TrainedResponse], blocks: Sequence[Tensor], place: 
     held = held_tokens(lengths, place.context_rank, place.context_ranks)
 
     def row(values: Tensor) -> Tensor:
-        return values[held].unsqueeze(0)
+        return (values if place.context_ranks == 1 else values[held]).unsqueeze(0)
 
     return MicroBatch(
         tokens=row(tokens),
