@@ -97,6 +97,9 @@ class RolloutConfig(Section):
     max_concurrent: Positive = 512
     """Responses that the embedded engine samples at once."""
 
+    heartbeat_timeout_s: Positive = 120
+    """A rank that leads an engine and gives no sign of life for so long while all sample ends the run."""
+
 
 class SoftOverlongConfig(Section):
     """Soft overlong punishment (DAPO, eq. 13)."""

@@ -21,6 +21,7 @@ from megatron_rl.data.prompts import load_tokenizer, usable_ids
 from megatron_rl.errors import UserError
 from megatron_rl.presets import PRESETS
 from megatron_rl.resharding.shards import named_shards
+from megatron_rl.rollout.delivery import IDS, LOGPROBS, block
 from megatron_rl.telemetry.batches import read_batch
 from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.telemetry.writer import batch_file, batch_files
@@ -210,10 +211,11 @@ def _by_response(share: Share, given: Sequence[Given]) -> dict[int, Given]:
 
 
 def _problem_of_batch(one: TrainedResponse) -> str | None:
-    reported = torch.tensor(one.rollout_logprobs)
+    tokens = block(one)
+    reported = tokens[LOGPROBS].view(torch.float32)
     if not reported.isfinite().all():
         position = int((~reported.isfinite()).nonzero()[0])
-        return f"the engine's log-prob of token {position} (id {one.response_ids[position]}) is {reported[position]}"
+        return f"the engine's log-prob of token {position} (id {tokens[IDS, position]}) is {reported[position]}"
     if not math.isfinite(one.advantage * one.weight):
         return f"its advantage is {one.advantage}, its weight {one.weight}"
     return None

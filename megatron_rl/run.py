@@ -23,10 +23,12 @@ from megatron_rl.phases import Phases
 from megatron_rl.resharding.hf_files import HfReader, write_hf
 from megatron_rl.rewards.graders import load_grader
 from megatron_rl.rollout.collector import Collector, Rollout
+from megatron_rl.rollout.delivery import ALL, bring_groups, deliver
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.engines import make_engine
-from megatron_rl.rollout.groups import EngineGroup
+from megatron_rl.rollout.groups import EngineGroup, check_engine_groups
 from megatron_rl.rollout.sampler import GroupSampler
+from megatron_rl.rollout.waiting import EngineWait
 from megatron_rl.run_dir import RunLock, check_run_dir
 from megatron_rl.stopping import StopWish
 from megatron_rl.telemetry.metrics import MeanMetrics
@@ -65,6 +67,8 @@ class Run:
         check_run_dir(config.run_dir)
         spec = read_model_spec(config.model.path)
         setup.check_layout(config, spec.shape, setup.world_size())
+        shared_by = config.rollout.tensor_parallel_size
+        check_engine_groups(shared_by, setup.world_size(), setup.ranks_per_node())
         tokenizer = load_tokenizer(config.model.path)
         data = load_prompts(config.data.train, tokenizer, config.data)
         self.fixed = unchangeable(config, spec.shape, data.fingerprint)
@@ -90,9 +94,11 @@ class Run:
                 self.progress.say(f"{path}: {prompts.skipped} prompts over data.max_prompt_tokens were skipped")
         for doubt in doubts(config):
             self.progress.say(f"warning: {doubt}")
-        group = EngineGroup(rank=dist.get_rank(), size=config.rollout.tensor_parallel_size, world=dist.get_world_size())
+        group = EngineGroup(rank=dist.get_rank(), size=shared_by, world=dist.get_world_size())
         self.engine: Engine = make_engine(config, spec, group, eos_token_ids=eos, vocabulary=vocabulary)
-        self.sampler = GroupSampler(self.engine, grader, tokenizer, config.seed)
+        store = dist.distributed_c10d._get_default_store()
+        wait = EngineWait(store, group, timeout_s=config.rollout.heartbeat_timeout_s)
+        self.sampler = GroupSampler(self.engine, wait, grader, tokenizer, config.seed)
         self.stream = PromptStream(data.prompts, config.seed)
         self.collector = Collector(self.sampler, self.stream, config, self.progress.say)
         self.writer: RunWriter | None = None
@@ -163,23 +169,29 @@ class Run:
         return cast(T, message[0])
 
     def keep_batch(self, step: int, rollout: Rollout, kl: Sequence[float] | None) -> None:
-        """Write down what the step trains on, before it does: also what a failure came from."""
+        """Write down what the step trains on, before it does: also what a failure came from. A collective."""
+        if not self.config.telemetry.keep_batches:
+            return
+        answers = [one for group in rollout.groups for one in group.responses]
+        wanted = [range(len(answers)), *[range(0)] * (dist.get_world_size() - 1)]  # rank 0 writes
+        blocks = deliver(answers, wanted, rows=ALL)
         if self.writer:
             try:
-                self.writer.batch(step, rollout.groups, kl)
+                self.writer.batch(step, rollout.groups, blocks, kl)
             except OSError as error:  # a full disk: the run is worth more than this file
                 self.progress.say(f"warning: the batch of step {step} is not kept: {error.strerror}")
 
     def finish_step(self, step: int, rollout: Rollout, metrics: MeanMetrics) -> None:
-        """Count the step as done and write down what happened in it."""
+        """Count the step as done and write down what happened in it. A collective."""
         self.step = step
+        samples = bring_groups(rollout.sampled[: self.config.telemetry.samples_per_step], to=0)
         for phase, seconds in self.phases.take_seconds().items():
             metrics.add(f"seconds/{phase}", seconds)
         self._add_memory_figures(metrics)
         if self.writer:
             values = metrics.values()
             self.writer.log(step, values)
-            self.writer.samples(step, rollout.sampled)
+            self.writer.samples(step, samples)
             self.progress.step(step, values)
 
     def log_evaluation(self, metrics: MeanMetrics) -> None:

@@ -48,14 +48,35 @@ class Response:
 
 @dataclass(frozen=True, kw_only=True)
 class Graded:
-    """A response with its grade."""
+    """A response with its grade: what every rank knows of it, and on its home its tokens and its text."""
 
-    response: Response
-    text: str
-    """Decoded, without special tokens: for graders and people."""
+    length: int
+    """In tokens."""
 
+    finish_reason: FinishReason
     score: float
     """How right, from 0 to 1, unshaped; NaN: ungraded."""
+
+    home: int = 0
+    """The rank that has its tokens: the one that leads the engine."""
+
+    response: Response | None = None
+    """Its tokens; None on other ranks."""
+
+    text: str = ""
+    """Decoded, without special tokens: for graders and people. Empty on other ranks."""
+
+    @staticmethod
+    def of(response: Response, *, score: float, text: str = "", home: int = 0) -> "Graded":
+        """A response as it is known on its home."""
+        return Graded(
+            length=len(response.ids),
+            finish_reason=response.finish_reason,
+            score=score,
+            home=home,
+            response=response,
+            text=text,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +103,15 @@ class TrainedResponse:
     """One response as the trainer sees it."""
 
     prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
-    rollout_logprobs: tuple[float, ...]
+    length: int
+    """Of the response, in tokens."""
+
+    home: int
+    """The rank that has its tokens."""
+
+    response: Response | None
+    """Its tokens; None on other ranks."""
+
     advantage: float
     weight: float
     """Weight of each of its tokens in the objective; 0: not trained on."""

@@ -68,8 +68,8 @@ def graded_group(
 ) -> Group:
     """A group whose responses have the given scores and lengths; those in `truncated` were cut off."""
     answers = tuple(
-        Graded(
-            response=Response(
+        Graded.of(
+            Response(
                 ids=tuple(range(100 * index + 10 * number, 100 * index + 10 * number + length)),
                 logprobs=tuple(-0.5 - position / 8 for position in range(length)),
                 finish_reason="length" if number in truncated else "stop",

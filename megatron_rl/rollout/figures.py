@@ -17,14 +17,14 @@ def sampling_metrics(groups: Sequence[Group], prefix: str = "rollout") -> MeanMe
         metrics.add(f"{prefix}/mixed_groups", mixed)
         metrics.add(f"{prefix}/all_right_groups", not mixed and bool(scores) and scores[0] >= 0.5)
         for answer in group.responses:
-            length = len(answer.response.ids)
+            length = answer.length
             metrics.add(f"{prefix}/length", length)
-            metrics.add(f"{prefix}/truncated", answer.response.finish_reason == "length")
+            metrics.add(f"{prefix}/truncated", answer.finish_reason == "length")
             metrics.add(f"{prefix}/ungraded", math.isnan(answer.score))
             if not math.isnan(answer.score):
                 metrics.add(f"{prefix}/accuracy", answer.score)
                 metrics.add(f"{prefix}/length_{'right' if answer.score >= 0.5 else 'wrong'}", length)
-    lengths = [len(answer.response.ids) for group in groups for answer in group.responses]
+    lengths = [answer.length for group in groups for answer in group.responses]
     metrics.add(f"{prefix}/samples", len(lengths))
     metrics.add(f"{prefix}/tokens", sum(lengths))
     return metrics

@@ -1,4 +1,8 @@
-"""Graded groups for a list of prompts, sampled by all engines together; the same list on every rank."""
+"""Graded groups for a list of prompts, sampled by all engines together.
+
+Every rank gets the same groups, as summaries: lengths, finish reasons, scores. Tokens and texts stay with the rank that
+leads their engine and parsed them.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,15 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.rewards.graders import Grader
 from megatron_rl.rollout.engine import Engine, Request, Sampling, response_seed
-from megatron_rl.types import Graded, Group, Prompt, Response
+from megatron_rl.rollout.waiting import EngineWait
+from megatron_rl.types import FinishReason, Graded, Group, Prompt, Response
 
 log = logging.getLogger(__name__)
 TRAINING_STREAM, EVALUATION_STREAM = 0, 1
 """First number of a draw's place: training and evaluation never share seeds."""
+
+Summary = tuple[int, FinishReason, float]
+"""Length, finish reason and score of a response."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,26 +36,43 @@ class Draw:
 
 
 class GroupSampler:
-    """Divides prompts over the engines, grades what they answer, and brings the groups to every rank in their order."""
+    """Divides prompts over the engines, grades what they answer, and tells every rank of the groups in their order."""
 
-    def __init__(self, engine: Engine, grader: Grader, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
-        self.engine, self.grader, self.tokenizer, self.seed = engine, grader, tokenizer, seed
+    def __init__(
+        self, engine: Engine, wait: EngineWait, grader: Grader, tokenizer: PreTrainedTokenizerBase, seed: int
+    ) -> None:
+        self.engine, self.wait, self.grader, self.tokenizer, self.seed = engine, wait, grader, tokenizer, seed
         self._failures_said: set[type[BaseException]] = set()
 
     def sample(self, draws: Sequence[Draw], *, responses: int, max_tokens: int, sampling: Sampling) -> list[Group]:
         """One group for each draw, in the order of `draws`. A collective over all ranks.
 
         Args:
-            draws: the same on every rank; this rank's engine takes every `world size`-th.
+            draws: the same on every rank; of E engines each takes every E-th.
             responses: size of a group.
             max_tokens: longest response.
             sampling: how tokens are drawn.
+
+        Raises:
+            UserError: the leader of an engine has hung.
         """
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        mine = self._groups(draws[rank::ranks], responses, max_tokens, sampling)
-        shares: list[list[Group]] = [[] for _ in range(ranks)]
-        dist.all_gather_object(shares, mine)
-        return [shares[number % ranks][number // ranks] for number in range(len(draws))]
+        group = self.wait.group
+        mine: list[Group] = []
+        with self.wait.until_all_are_done():
+            if group.leads:
+                mine = self._groups(draws[group.number :: group.engines], responses, max_tokens, sampling)
+        told: list[list[list[Summary]]] = [[] for _ in range(group.world)]
+        dist.all_gather_object(told, [[_summary(one) for one in of_draw.responses] for of_draw in mine])
+        groups = []
+        for number, draw in enumerate(draws):
+            engine, place = number % group.engines, number // group.engines
+            if group.leads and engine == group.number:
+                groups.append(mine[place])
+            else:
+                home = group.leader_of(engine)
+                known = tuple(_known(one, home) for one in told[home][place])
+                groups.append(Group(prompt=draw.prompt, responses=known))
+        return groups
 
     def _groups(self, draws: Sequence[Draw], responses: int, max_tokens: int, sampling: Sampling) -> list[Group]:
         requests = [
@@ -84,4 +109,13 @@ class GroupSampler:
                 log.warning(
                     "the grader failed on the prompt of row %d: %r; such answers are ungraded", prompt.index, error
                 )
-        return Graded(response=response, text=text, score=score)
+        return Graded.of(response, text=text, score=score, home=self.wait.group.rank)
+
+
+def _summary(one: Graded) -> Summary:
+    return one.length, one.finish_reason, one.score
+
+
+def _known(summary: Summary, home: int) -> Graded:
+    length, finish_reason, score = summary
+    return Graded(length=length, finish_reason=finish_reason, score=score, home=home)

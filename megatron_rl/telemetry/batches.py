@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +14,33 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from megatron_rl.errors import UserError
+from megatron_rl.rollout.delivery import IDS, LOGPROBS, WEIGHT_VERSIONS
 from megatron_rl.types import FinishReason, Graded, Group, Prompt, Response
 
 _REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 
 
-def write_batch(path: Path, groups: Sequence[Group], kl: Sequence[float] | None) -> None:
+def write_batch(path: Path, groups: Sequence[Group], blocks: Mapping[int, Tensor], kl: Sequence[float] | None) -> None:
     """Write the groups of a training batch: ids, log-probs, scores; no texts. About 12 bytes a token.
 
     Args:
         path: a .safetensors file; whole or not there.
         groups: the batch.
+        blocks: the tokens of each of its responses, all rows, as `deliver` gives them.
         kl: see `make_batch`.
     """
     answers = [answer for group in groups for answer in group.responses]
-    responses = [answer.response for answer in answers]
+    ordered = [blocks[number] for number in range(len(answers))]
     columns: dict[str, Tensor] = {
         "prompt_index": torch.tensor([group.prompt.index for group in groups]),
         "prompt_lengths": torch.tensor([len(group.prompt.ids) for group in groups]),
         "prompt_ids": _flat((group.prompt.ids for group in groups), torch.int32),
         "group_sizes": torch.tensor([len(group.responses) for group in groups]),
-        "lengths": torch.tensor([len(response.ids) for response in responses]),
-        "ids": _flat((response.ids for response in responses), torch.int32),
-        "logprobs": _flat((response.logprobs for response in responses), torch.float32),
-        "weight_versions": _flat((response.weight_versions for response in responses), torch.int32),
-        "finish": torch.tensor([_REASONS.index(response.finish_reason) for response in responses], dtype=torch.uint8),
+        "lengths": torch.tensor([answer.length for answer in answers]),
+        "ids": torch.cat([block[IDS] for block in ordered]),
+        "logprobs": torch.cat([block[LOGPROBS] for block in ordered]).view(torch.float32),
+        "weight_versions": torch.cat([block[WEIGHT_VERSIONS] for block in ordered]),
+        "finish": torch.tensor([_REASONS.index(answer.finish_reason) for answer in answers], dtype=torch.uint8),
         "scores": torch.tensor([answer.score for answer in answers], dtype=torch.float64),
     }
     if kl is not None:
@@ -87,7 +89,7 @@ def _answer(
 ) -> Graded:
     reason = _REASONS[finish]
     response = Response(ids=ids, logprobs=logprobs, weight_versions=versions, finish_reason=reason)
-    return Graded(response=response, text="", score=score)
+    return Graded.of(response, score=score)
 
 
 def _flat(rows: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_rl.config import Config
 from megatron_rl.files import replace_text
 from megatron_rl.telemetry.batches import write_batch
-from megatron_rl.types import Graded, Group
+from megatron_rl.types import Graded, Group, Response
 
 
 class RunWriter:
@@ -45,22 +46,25 @@ class RunWriter:
             self._board.flush()
 
     def samples(self, step: int, groups: Sequence[Group]) -> None:
-        """The responses of the first groups of a step, one JSON object for each."""
+        """The responses of a step's first groups, whole, one JSON object for each."""
         rows = [
-            _sample_row(group, number, answer)
+            _sample_row(group, number, answer, answer.response)
             for group in groups[: self.config.telemetry.samples_per_step]
             for number, answer in enumerate(group.responses)
+            if answer.response
         ]
         replace_text(self.samples_dir / f"step_{step:06d}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
-    def batch(self, step: int, groups: Sequence[Group], kl: Sequence[float] | None) -> None:
+    def batch(
+        self, step: int, groups: Sequence[Group], blocks: Mapping[int, Tensor], kl: Sequence[float] | None
+    ) -> None:
         """The training batch of a step; those before the newest `telemetry.keep_batches` go.
 
         Going on leaves those of later steps: that of a step that failed says why, until it is made again.
         """
         keep = self.config.telemetry.keep_batches
         if keep:
-            write_batch(batch_file(self.config.run_dir, step), groups, kl)
+            write_batch(batch_file(self.config.run_dir, step), groups, blocks, kl)
             for old in batch_files(self.config.run_dir):
                 if int(old.stem.removeprefix("step_")) <= step - keep:
                     old.unlink()
@@ -95,7 +99,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _sample_row(group: Group, number: int, answer: Graded) -> dict[str, Any]:
+def _sample_row(group: Group, number: int, answer: Graded, response: Response) -> dict[str, Any]:
     return {
         "prompt_index": group.prompt.index,
         "sample": number,
@@ -103,9 +107,9 @@ def _sample_row(group: Group, number: int, answer: Graded) -> dict[str, Any]:
         "response": answer.text,
         "answer": group.prompt.answer,
         "score": None if math.isnan(answer.score) else answer.score,
-        "finish_reason": answer.response.finish_reason,
-        "tokens": len(answer.response.ids),
-        "weight_versions": sorted(set(answer.response.weight_versions)),
-        "ids": answer.response.ids,
-        "logprobs": [round(x, 6) for x in answer.response.logprobs],
+        "finish_reason": answer.finish_reason,
+        "tokens": answer.length,
+        "weight_versions": sorted(set(response.weight_versions)),
+        "ids": response.ids,
+        "logprobs": [round(x, 6) for x in response.logprobs],
     }

@@ -1,4 +1,4 @@
-"""Kept groups to the training batch: rewards, advantages, loss weights. Pure: the same on every rank."""
+"""Kept groups to the training batch: rewards, advantages, loss weights. Pure: alike on all ranks."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ from megatron_rl.config import AlgorithmConfig, Config
 from megatron_rl.errors import UserError
 from megatron_rl.functions import trying
 from megatron_rl.presets import PRESETS
-from megatron_rl.types import Graded, Group, Prompt, Response, TrainBatch, TrainedResponse
+from megatron_rl.types import Graded, Group, Prompt, TrainBatch, TrainedResponse
 
 COMPARED = ("grpo", "dapo", "dr_grpo")
 """Objectives whose gradient shares are measured beside the configured one's, on the same batch."""
@@ -48,19 +48,20 @@ def make_batch(groups: Sequence[Group], config: Config, kl: Sequence[float] | No
     columns = _columns(groups, config, kl)
     cuts = _cut(len(groups), config.algorithm.updates_per_rollout)
     advantages, weights = _terms(columns, config, config.algorithm, cuts)
-    responses = [graded.response for group in groups for graded in group.responses]
+    responses = [graded for group in groups for graded in group.responses]
     ids = columns.group_ids.tolist()
     trained = [
         TrainedResponse(
             prompt_ids=groups[group].prompt.ids,
-            response_ids=response.ids,
-            rollout_logprobs=response.logprobs,
+            length=one.length,
+            home=one.home,
+            response=one.response,
             advantage=advantage,
             weight=weight,
             group=group,
             number=number,
         )
-        for number, (response, group, advantage, weight) in enumerate(
+        for number, (one, group, advantage, weight) in enumerate(
             zip(responses, ids, advantages.tolist(), weights.tolist(), strict=True)
         )
     ]
@@ -78,11 +79,7 @@ def try_batch(config: Config) -> None:
         UserError: an advantage, normalisation or filter of the user's isn't there, or returned something wrong.
     """
     answers = [
-        Graded(
-            response=Response(ids=(0,) * length, logprobs=(0.0,) * length, finish_reason="stop", weight_versions=()),
-            text="",
-            score=float(length % 2),
-        )
+        Graded(length=length, finish_reason="stop", score=float(length % 2))
         for length in range(1, config.rollout.responses_per_prompt + 1)
     ]
     prompt = Prompt(index=0, text="", ids=(0,), answer="")
@@ -101,24 +98,25 @@ def try_batch(config: Config) -> None:
 
 def untrained(groups: Sequence[Group]) -> list[TrainedResponse]:
     """All responses of the groups as the trainer sees them, to be scored only."""
-    pairs = [(group, graded.response) for group, members in enumerate(groups) for graded in members.responses]
+    pairs = [(group, graded) for group, members in enumerate(groups) for graded in members.responses]
     return [
         TrainedResponse(
             prompt_ids=groups[group].prompt.ids,
-            response_ids=response.ids,
-            rollout_logprobs=response.logprobs,
+            length=one.length,
+            home=one.home,
+            response=one.response,
             advantage=0.0,
             weight=1.0,
             group=group,
             number=number,
         )
-        for number, (group, response) in enumerate(pairs)
+        for number, (group, one) in enumerate(pairs)
     ]
 
 
 def _columns(groups: Sequence[Group], config: Config, kl: Sequence[float] | None) -> _Responses:
     graded = [graded for group in groups for graded in group.responses]
-    lengths = torch.tensor([len(one.response.ids) for one in graded])
+    lengths = torch.tensor([one.length for one in graded])
     scores = torch.tensor([one.score for one in graded], dtype=torch.float64)
     algorithm = config.algorithm
     rewards = config.rewards.wrong + (config.rewards.right - config.rewards.wrong) * scores
@@ -131,7 +129,7 @@ def _columns(groups: Sequence[Group], config: Config, kl: Sequence[float] | None
         rewards = rewards - algorithm.kl.coef * torch.tensor(kl, dtype=torch.float64)
     untrained = scores.isnan()
     if algorithm.mask_truncated:
-        untrained |= torch.tensor([one.response.finish_reason != "stop" for one in graded])
+        untrained |= torch.tensor([one.finish_reason != "stop" for one in graded])
     return _Responses(
         group_ids=torch.tensor([number for number, group in enumerate(groups) for _ in group.responses]),
         scores=scores,

@@ -1,4 +1,5 @@
-"""The responses of an optimizer step to this rank's packed micro-batches. Pure: every rank knows everybody's.
+"""The responses of an optimizer step to ranks and micro-batches, and tokens to packed rows. Pure: every rank knows
+everybody's share from lengths alone, and packs its own when its tokens are there.
 
 A micro-batch is one row of responses after one another (thd form), each behind its prompt and padded to what context
 and sequence parallelism need. Under context parallelism a rank holds two chunks of every response, the r-th from the
@@ -13,6 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from megatron_rl.rollout.delivery import IDS, LOGPROBS
 from megatron_rl.training.schedule import schedule
 from megatron_rl.types import MicroBatch, TrainedResponse
 
@@ -34,7 +36,7 @@ class Place:
     over TP, and FP8 products want 32."""
 
 
-def share_of_rank(
+def shares(
     update: Sequence[TrainedResponse],
     place: Place,
     *,
@@ -42,22 +44,25 @@ def share_of_rank(
     micro_batch_size: int | None = None,
     max_tokens: int | None = None,
     multiple: int = 1,
-) -> tuple[MicroBatch, ...]:
-    """This rank's micro-batches of an optimizer step: as many on every rank, see `schedule`.
+) -> list[list[list[int]]]:
+    """The micro-batches of every data-parallel rank in an optimizer step: as many on each, see `schedule`.
 
     Responses with weight 0 are left out; a micro-batch without any still runs, on padding.
 
     Args:
         update: all responses of the optimizer step.
-        place: of this rank.
+        place: of this rank; the result is the same for all.
         flops: of a response of so many tokens.
         micro_batch_size: most responses in a micro-batch.
         max_tokens: most tokens in a micro-batch, with padding; a longer response gets one of its own.
         multiple: what the number of micro-batches on a rank is a multiple of.
+
+    Returns:
+        `[data-parallel ranks][micro-batches][responses]`: indices of `update`.
     """
-    trained = [one for one in update if one.weight != 0]
+    trained = [index for index, one in enumerate(update) if one.weight != 0]
     of_ranks = schedule(
-        [_padded(one, place) for one in trained],
+        [_padded(update[index], place) for index in trained],
         flops,
         ranks=place.ranks,
         # Rounded down, so that a micro-batch still fits when it is padded as a whole.
@@ -65,11 +70,17 @@ def share_of_rank(
         max_responses=micro_batch_size,
         multiple=multiple,
     )
-    return tuple(pack([trained[index] for index in batch], place) for batch in of_ranks[place.rank])
+    return [[[trained[which] for which in batch] for batch in of_rank] for of_rank in of_ranks]
 
 
-def pack(responses: Sequence[TrainedResponse], place: Place) -> MicroBatch:
-    """One micro-batch; without responses it is padding alone."""
+def pack(responses: Sequence[TrainedResponse], blocks: Sequence[Tensor], place: Place) -> MicroBatch:
+    """One micro-batch; without responses it is padding alone.
+
+    Args:
+        responses: in their order.
+        blocks: of each, its ids and log-probs as `deliver` gives them.
+        place: of this rank.
+    """
     lengths = [_padded(one, place) for one in responses] or [_response_multiple(place)]
     lengths[-1] += -sum(lengths) % _batch_multiple(place)
     starts = [0, *accumulate(lengths)]
@@ -78,18 +89,18 @@ def pack(responses: Sequence[TrainedResponse], place: Place) -> MicroBatch:
     response_ids, group_ids = (torch.full((total,), -1) for _ in range(2))
     weights, advantages, rollout = (torch.zeros(total) for _ in range(3))
     positions = torch.cat([torch.arange(length) for length in lengths])
-    for number, (one, start) in enumerate(zip(responses, starts, strict=False)):
-        whole = torch.tensor(one.prompt_ids + one.response_ids)
+    for number, (one, block, start) in enumerate(zip(responses, blocks, starts, strict=False)):
+        whole = torch.cat((torch.tensor(one.prompt_ids), block[IDS]))
         tokens[start : start + len(whole) - 1] = whole[:-1]
         labels[start : start + len(whole) - 1] = whole[1:]
         response = slice(start + len(one.prompt_ids) - 1, start + len(whole) - 1)  # position t predicts token t + 1
         response_ids[response], group_ids[response] = number, one.group
         weights[response], advantages[response] = one.weight, one.advantage
-        rollout[response] = torch.tensor(one.rollout_logprobs)
+        rollout[response] = block[LOGPROBS].view(torch.float32)
     held = held_tokens(lengths, place.context_rank, place.context_ranks)
 
     def row(values: Tensor) -> Tensor:
-        return values[held].unsqueeze(0)
+        return (values if place.context_ranks == 1 else values[held]).unsqueeze(0)
 
     return MicroBatch(
         tokens=row(tokens),
@@ -122,7 +133,7 @@ def held_tokens(lengths: Sequence[int], context_rank: int, context_ranks: int) -
 
 def _padded(one: TrainedResponse, place: Place) -> int:
     """Tokens of a response with its prompt and padding."""
-    length = len(one.prompt_ids) + len(one.response_ids) - 1  # the last token is a label only
+    length = len(one.prompt_ids) + one.length - 1  # the last token is a label only
     return length + -length % _response_multiple(place)
 
 

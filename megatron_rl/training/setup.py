@@ -17,6 +17,17 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def ranks_per_node() -> int:
+    """Processes of each node; all of them where torchrun doesn't say."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
+def data_parallel_ranks(world_size: int, *, tensor: int, context: int, pipeline: int) -> list[int]:
+    """The data-parallel rank of each rank of the world, in Megatron's order: TP fastest, then CP, DP, PP."""
+    data = world_size // (tensor * context * pipeline)
+    return [rank // (tensor * context) % data for rank in range(world_size)]
+
+
 def check_layout(config: Config, shape: Shape, world_size: int) -> None:
     """Refuse a layout that doesn't divide the model or the world, before anything is started.
 

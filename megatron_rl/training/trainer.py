@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -19,15 +20,16 @@ from megatron_rl.algorithms.losses import masked_mean
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.resharding.gather import gather_hf
+from megatron_rl.rollout.delivery import deliver
 from megatron_rl.telemetry.metrics import MeanMetrics
-from megatron_rl.training import cpu
+from megatron_rl.training import cpu, setup
 from megatron_rl.training.batch import untrained
 from megatron_rl.training.data_parallel import wrap
 from megatron_rl.training.flops import sequence_flops
 from megatron_rl.training.hf_config import ModelSpec
 from megatron_rl.training.implementation import choose
 from megatron_rl.training.logprobs import projected_logprobs
-from megatron_rl.training.micro_batches import Place, share_of_rank
+from megatron_rl.training.micro_batches import Place, pack, shares
 from megatron_rl.training.model import all_tokens, build_model, load_hf_weights, output_weight
 from megatron_rl.training.objective import Given, Objective, load_loss
 from megatron_rl.training.optimizer import build_optimizer, learning_rate, make_adam_state, set_rates
@@ -61,6 +63,12 @@ class Trainer:
         if config.trainer.memory.offload_while_sampling:
             make_adam_state(self.optimizer)  # so that its place on the host is known at once
             self.memory = TrainerMemory(self.chunks, self.optimizer)
+        self.data_parallel_ranks = setup.data_parallel_ranks(
+            dist.get_world_size(),
+            tensor=config.trainer.tensor_parallel_size,
+            context=config.trainer.context_parallel_size,
+            pipeline=config.trainer.pipeline_parallel_size,
+        )
         self.updates_done = 0
         self.reference: ReferencePolicy | None = None
         self.use(config)
@@ -96,9 +104,9 @@ class Trainer:
         Raises:
             UserError: loss or gradient is not finite; the run must stop before a checkpoint is written.
         """
-        shares = [self.share(update) for update in batch.updates]
+        mine = [self.share(update) for update in batch.updates]
         metrics = MeanMetrics()
-        for number, (share, given) in enumerate(zip(shares, self.given(shares), strict=True)):
+        for number, (share, given) in enumerate(zip(mine, self.given(mine), strict=True)):
             of_update = self.gradients(share, given, first=number == 0)
             self._check_finite("objective", of_update.pairs["loss/objective"][0])
             metrics.merge(of_update)
@@ -184,26 +192,40 @@ class Trainer:
         return found
 
     def share(self, update: Sequence[TrainedResponse]) -> Share:
-        """This rank's micro-batches of an optimizer step, on its device."""
-        trainer = self.config.trainer
-        fp8 = trainer.implementation.fp8 is not None
-        place = Place(
-            rank=mpu.get_data_parallel_rank(),
-            ranks=mpu.get_data_parallel_world_size(),
-            context_rank=mpu.get_context_parallel_rank(),
-            context_ranks=trainer.context_parallel_size,
-            multiple=(trainer.tensor_parallel_size if trainer.sequence_parallel else 1) * (32 if fp8 else 1),
+        """This rank's micro-batches of an optimizer step, on its device. A collective: tokens come from their homes."""
+        of_ranks, place = self.scheduled(update), self.place
+        trains = [list(chain.from_iterable(of_rank)) for of_rank in of_ranks]
+        blocks = deliver(update, [trains[rank] for rank in self.data_parallel_ranks])
+        return tuple(
+            _to_device(pack([update[index] for index in batch], [blocks[index] for index in batch], place))
+            for batch in of_ranks[place.rank]
         )
-        batches = share_of_rank(
+
+    def scheduled(self, update: Sequence[TrainedResponse]) -> list[list[list[int]]]:
+        """What every data-parallel rank does in an optimizer step; see `shares`."""
+        trainer = self.config.trainer
+        return shares(
             update,
-            place,
+            self.place,
             flops=sequence_flops(self.spec.shape),
             micro_batch_size=trainer.micro_batch_size,
             max_tokens=trainer.max_tokens_per_micro_batch,
             # The interleaved schedule runs micro-batches in rounds over the stages.
             multiple=trainer.pipeline_parallel_size if trainer.pipeline_chunks > 1 else 1,
         )
-        return tuple(_to_device(batch) for batch in batches)
+
+    @property
+    def place(self) -> Place:
+        """Which data this rank works on."""
+        trainer = self.config.trainer
+        fp8 = trainer.implementation.fp8 is not None
+        return Place(
+            rank=mpu.get_data_parallel_rank(),
+            ranks=mpu.get_data_parallel_world_size(),
+            context_rank=mpu.get_context_parallel_rank(),
+            context_ranks=trainer.context_parallel_size,
+            multiple=(trainer.tensor_parallel_size if trainer.sequence_parallel else 1) * (32 if fp8 else 1),
+        )
 
     def given(self, shares: Sequence[Share]) -> list[list[Given]]:
         """What each update needs that is computed with the weights as they are now, or with the reference's."""

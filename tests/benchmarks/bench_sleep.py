@@ -17,6 +17,7 @@ from megatron_rl.training.hf_config import read_model_spec
 from megatron_rl.training.optimizer import state_tensors
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import TrainedResponse
+from tests.cases.responses import trained_response
 from tests.measure import gradient_bytes, resident, storages
 from tests.tiny import run_config, write_model
 
@@ -69,7 +70,7 @@ def config_of(model: Path) -> Config:
 def response() -> TrainedResponse:
     """A short one: its activations don't matter here."""
     ids = tuple(torch.randint(0, SHAPE.vocab, (16,), generator=torch.Generator().manual_seed(0)).tolist())
-    return TrainedResponse(
+    return trained_response(
         prompt_ids=ids[:4],
         response_ids=ids[4:],
         rollout_logprobs=(-1.0,) * 12,

@@ -23,6 +23,7 @@ from megatron_rl.training.memory import GB, memory
 from megatron_rl.training.model import build_model
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import TrainedResponse
+from tests.cases.responses import trained_response
 from tests.measure import gradient_bytes, in_memory, kept_for_backward, peak, reset_peak, storages
 from tests.tiny import run_config
 
@@ -76,7 +77,7 @@ def responses() -> list[TrainedResponse]:
     for number, length in enumerate(LENGTHS):
         ids = tuple(torch.randint(0, VOCABULARY, (length + 1,), generator=draw).tolist())
         found.append(
-            TrainedResponse(
+            trained_response(
                 prompt_ids=ids[:50],
                 response_ids=ids[50:],
                 rollout_logprobs=(-math.log(VOCABULARY),) * (length - 49),

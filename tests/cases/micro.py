@@ -1,7 +1,7 @@
 """Packed micro-batches of made-up responses, and the objective on one of them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,10 +9,12 @@ from torch import Tensor
 
 from megatron_rl.algorithms.losses import LossInputs, Metrics
 from megatron_rl.config import AlgorithmConfig
+from megatron_rl.rollout.delivery import block
 from megatron_rl.training.flops import SequenceFlops
-from megatron_rl.training.micro_batches import Place, share_of_rank
+from megatron_rl.training.micro_batches import Place, pack, shares
 from megatron_rl.training.objective import Given, Objective
 from megatron_rl.types import MicroBatch, TrainedResponse
+from tests.cases.responses import trained_response
 
 FLOPS = SequenceFlops(linear=100, quadratic=1)
 """Of no model in particular."""
@@ -21,7 +23,7 @@ FLOPS = SequenceFlops(linear=100, quadratic=1)
 def sequences() -> list[TrainedResponse]:
     """Five responses of uneven lengths behind uneven prompts."""
     return [
-        TrainedResponse(
+        trained_response(
             prompt_ids=tuple(range(prompt)),
             response_ids=tuple(range(10 * number, 10 * number + length)),
             rollout_logprobs=tuple(-0.1 * (position + number) for position in range(length)),
@@ -39,6 +41,12 @@ def sequences() -> list[TrainedResponse]:
 def micro_batches(of: list[TrainedResponse], size: int, multiple: int = 1) -> list[MicroBatch]:
     """Packed; `multiple`: the tokens of a micro-batch are padded to it."""
     return list(share_of_rank(of, Place(multiple=multiple), flops=FLOPS, micro_batch_size=size))
+
+
+def share_of_rank(update: Sequence[TrainedResponse], place: Place, **options: Any) -> tuple[MicroBatch, ...]:
+    """The micro-batches of a rank, packed from tokens that are all here."""
+    of_rank = shares(update, place, **options)[place.rank]
+    return tuple(pack([update[i] for i in batch], [block(update[i]) for i in batch], place) for batch in of_rank)
 
 
 def objective(

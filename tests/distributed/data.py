@@ -48,7 +48,7 @@ def make_groups(seed: int = 0) -> list[Group]:
                 weight_versions=(0,) * length,
             )
             score = float("nan") if (index, number) == (3, 1) else float(number % 2)
-            answers.append(Graded(response=response, text="", score=score))
+            answers.append(Graded.of(response, score=score))
         prompt = Prompt(index=index, text="", ids=tokens(2 + 2 * index), answer="")
         groups.append(Group(prompt=prompt, responses=tuple(answers)))
     return groups

@@ -11,6 +11,7 @@ from megatron_rl.training.hf_config import read_model_spec
 from megatron_rl.training.memory import memory
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import TrainedResponse
+from tests.cases.responses import trained_response
 from tests.distributed.data import VOCABULARY
 from tests.measure import kept_for_backward, state_bytes
 
@@ -36,7 +37,7 @@ def compare(config_of: Callable[..., Config]) -> dict[str, tuple[Bytes, Bytes]]:
 
 def response(number: int) -> TrainedResponse:
     """16 tokens that are fed in, so that nothing is padded in any layout."""
-    return TrainedResponse(
+    return trained_response(
         prompt_ids=(3, 4, 5),
         response_ids=(6,) * 14,
         rollout_logprobs=(-1.0,) * 14,

@@ -18,6 +18,7 @@ from megatron_rl.training.batch import make_batch
 from megatron_rl.training.objective import Given
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Graded, Group, Prompt, Response
+from tests.cases.responses import tokens_of
 from tests.distributed.data import VOCABULARY, make_groups
 from tests.distributed.plain import Gradients, Plain, objective, with_kl_and_entropy
 
@@ -90,7 +91,7 @@ def _graded(groups: list[Group]) -> list[Group]:
         group
         for group in groups
         if len(group.graded_scores) == len(group.responses)
-        and all(answer.response.finish_reason == "stop" for answer in group.responses)
+        and all(answer.finish_reason == "stop" for answer in group.responses)
     ]
 
 
@@ -185,7 +186,7 @@ def _vectors() -> dict[str, Case]:
 
 def _by_logprob(plain: Plain, *, group: Group, gradient: list[float]) -> Tensor:
     """Something whose gradient by each log-prob of the group is as given."""
-    logprobs = torch.cat([plain.logprobs(group.prompt.ids, answer.response.ids) for answer in group.responses])
+    logprobs = torch.cat([plain.logprobs(group.prompt.ids, tokens_of(answer).ids) for answer in group.responses])
     return logprobs @ torch.tensor(gradient, dtype=torch.float64)
 
 
@@ -207,7 +208,7 @@ def _group(index: int, rewards: list[int], ratios: list[list[float]], first: int
             finish_reason="stop",
             weight_versions=(0,) * len(taken),
         )
-        answers.append(Graded(response=response, text="", score=float(reward)))
+        answers.append(Graded.of(response, score=float(reward)))
     prompt = Prompt(index=index, text="", ids=(20, 21, 22)[: 2 + index], answer="")
     return Group(prompt=prompt, responses=tuple(answers)), dict(zip(ids, flat, strict=True))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
 from megatron_rl.types import Graded, Group
+from tests.cases.responses import tokens_of
 
 Gradients = dict[str, Tensor]
 
@@ -71,10 +72,10 @@ def objective(
     """
 
     def is_trained(answer: Graded) -> bool:
-        return not math.isnan(answer.score) and answer.response.finish_reason == "stop"
+        return not math.isnan(answer.score) and answer.finish_reason == "stop"
 
     trained = [[answer for answer in group.responses if is_trained(answer)] for group in groups]
-    lengths = [[len(answer.response.ids) for answer in of_group] for of_group in trained]
+    lengths = [[answer.length for answer in of_group] for of_group in trained]
     count, tokens = sum(map(len, lengths)), sum(map(sum, lengths))
     weight: dict[str, Callable[[int, int], float]] = {
         "sequence_mean": lambda group, length: 1 / (count * length),
@@ -90,12 +91,12 @@ def objective(
         mean, deviation = statistics.mean(scores), statistics.stdev(scores)
         for answer in of_group:
             advantage = (answer.score - mean) / (deviation + 1e-6)
-            logprobs = plain.logprobs(group.prompt.ids, answer.response.ids)
-            values = [ratios.get(token, 1.0) for token in answer.response.ids]
+            logprobs = plain.logprobs(group.prompt.ids, tokens_of(answer).ids)
+            values = [ratios.get(token, 1.0) for token in tokens_of(answer).ids]
             change = logprobs - logprobs.detach() + torch.tensor(values, dtype=torch.float64).log()
             ratio = (change.mean().expand_as(change) if of_response else change).exp()
             gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
-            total = total - weight[normalisation](number, len(answer.response.ids)) * gain.sum()
+            total = total - weight[normalisation](number, answer.length) * gain.sum()
     return total
 
 
@@ -105,9 +106,9 @@ def with_kl_and_entropy(plain: Plain, reference: Plain, groups: list[Group], *, 
     for group in groups:
         scores = [answer.score for answer in group.responses]
         mean, deviation = statistics.mean(scores), statistics.stdev(scores)
-        tokens = sum(len(answer.response.ids) for answer in group.responses)
+        tokens = sum(answer.length for answer in group.responses)
         for answer in group.responses:
-            prompt, response = group.prompt.ids, answer.response.ids
+            prompt, response = group.prompt.ids, tokens_of(answer).ids
             logprobs = plain.logprobs(prompt, response)
             gain = (logprobs - logprobs.detach()).exp() * (answer.score - mean) / (deviation + 1e-6)
             apart = (logprobs - reference.logprobs(prompt, response).detach()).square() / 2
@@ -121,7 +122,7 @@ def kl_of_responses(reference: Plain, groups: list[Group]) -> list[float]:
     found = []
     for group in groups:
         for answer in group.responses:
-            expected = reference.logprobs(group.prompt.ids, answer.response.ids).detach()
-            apart = torch.tensor(answer.response.logprobs, dtype=torch.float64) - expected
+            expected = reference.logprobs(group.prompt.ids, tokens_of(answer).ids).detach()
+            apart = torch.tensor(tokens_of(answer).logprobs, dtype=torch.float64) - expected
             found.append(float(((-apart).exp() - 1 + apart).sum()))
     return found

@@ -26,7 +26,8 @@ from megatron_rl.training.objective import Given
 from megatron_rl.training.optimizer import state_tensors
 from megatron_rl.training.trainer import Share, Trainer
 from megatron_rl.types import MicroBatch, TrainBatch, TrainedResponse
-from tests.distributed import memory_cases, objectives
+from tests.cases.responses import trained_response
+from tests.distributed import delivery_cases, memory_cases, objectives
 from tests.distributed.data import VOCABULARY, make_config, make_groups
 
 TP2: dict[str, object] = {"tensor_parallel_size": 2}
@@ -107,6 +108,7 @@ def check_model(config_of: Any, reference: Path) -> dict[str, Any]:
     }
     results["on_host"] = on_host_gaps(partial(config_of, out=config.run_dir / "on_host"), batch)
     results["memory"] = memory_cases.compare(config_of)
+    results["delivery"] = delivery_cases.compare(trainer)
     results["from_single"] = continue_from(config_of(distributed_optimizer=True), reference, batch)
     return results
 
@@ -178,7 +180,7 @@ def logits_gap(trainer: Trainer, model: Path) -> float | None:
 
 def scored(prompt: tuple[int, ...], response: tuple[int, ...], number: int) -> TrainedResponse:
     """A response to be scored."""
-    return TrainedResponse(
+    return trained_response(
         prompt_ids=prompt,
         response_ids=response,
         rollout_logprobs=(0.0,) * len(response),
@@ -205,7 +207,7 @@ def engine_gaps(trainer: Trainer, batch: TrainBatch, version: int) -> dict[str, 
     requests = [Request(prompt_ids=prompt, seeds=(0,), max_tokens=9) for prompt in prompts]
     answers = {number: response for number, _, response in engine.generate(requests, sampling)}
     asked = [scored(prompt, answers[number].ids, number) for number, prompt in enumerate(prompts)]
-    share = trainer.share([replace(one, rollout_logprobs=answers[one.number].logprobs) for one in asked])
+    share = trainer.share([replace(one, response=answers[one.number]) for one in asked])
     gaps, greedy = [], True
     for micro, mine, top in zip(share, trainer.logprobs(share), are_likeliest(trainer, share), strict=False):
         if micro.mask.any():

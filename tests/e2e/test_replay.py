@@ -1,6 +1,5 @@
 """A step computed again on one process, from what a run on two processes kept of it."""
 
-import dataclasses
 import math
 import re
 import subprocess
@@ -8,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_rl.rollout.delivery import ALL, LOGPROBS, at_home
 from megatron_rl.telemetry.batches import read_batch, write_batch
 from megatron_rl.telemetry.writer import read_metrics
+from tests.cases.responses import tokens_of
 from tests.e2e.conftest import ROOT, Job, start
 
 TP2 = "trainer.tensor_parallel_size=2"
@@ -74,14 +76,14 @@ def test_it_names_the_response_that_a_value_which_is_not_finite_came_from(run: P
     groups, kl = read_batch(path)
     whole = path.read_bytes()
     spoilt = groups[3].responses[2]
-    logprobs = (*spoilt.response.logprobs[:1], math.nan, *spoilt.response.logprobs[2:])
-    answer = dataclasses.replace(spoilt, response=dataclasses.replace(spoilt.response, logprobs=logprobs))
-    answers = (*groups[3].responses[:2], answer, *groups[3].responses[3:])
-    write_batch(path, [*groups[:3], dataclasses.replace(groups[3], responses=answers), *groups[4:]], kl)
+    blocks = at_home([one for group in groups for one in group.responses], rows=ALL)
+    number = sum(len(group.responses) for group in groups[:3]) + 2
+    blocks[number][LOGPROBS].view(torch.float32)[1] = math.nan
+    write_batch(path, groups, blocks, kl)
     ended = replay(run, "--step", "2", "--preset", "grpo")
     path.write_bytes(whole)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    token = f"token 1 (id {spoilt.response.ids[1]})"
+    token = f"token 1 (id {tokens_of(spoilt).ids[1]})"
     assert f"not finite: prompt {groups[3].prompt.index}, sample 2: the engine's log-prob of {token}" in ended.stdout
     assert "all values are finite" not in ended.stdout
 

@@ -10,6 +10,7 @@ from megatron_rl.training.objective import Given
 from megatron_rl.training.optimizer import state_tensors
 from megatron_rl.training.trainer import Share, Trainer
 from megatron_rl.types import TrainedResponse
+from tests.cases.responses import trained_response
 from tests.gpu.conftest import SHAPE, Make, device_bytes
 
 LENGTHS = (3, 200, 17, 64, 1, 129)
@@ -24,7 +25,7 @@ def responses(lengths: tuple[int, ...] = LENGTHS) -> list[TrainedResponse]:
         draw = torch.Generator().manual_seed(length)
         ids = torch.randint(0, SHAPE.vocab - 3, (5 + length,), generator=draw).tolist()
         made.append(
-            TrainedResponse(
+            trained_response(
                 prompt_ids=tuple(ids[:5]),
                 response_ids=tuple(ids[5:]),
                 rollout_logprobs=(-1.0,) * length,

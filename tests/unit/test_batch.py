@@ -35,11 +35,11 @@ def weights(sequences: tuple[TrainedResponse, ...]) -> list[float]:
 
 def test_a_batch_keeps_the_order_the_ids_and_the_logprobs() -> None:
     (update,) = make_batch(GROUPS, run_config(algorithm=algorithm())).updates
-    assert [len(sequence.response_ids) for sequence in update] == [2, 4, 1, 3, 1, 5, 2, 3, 6]
+    assert [sequence.length for sequence in update] == [2, 4, 1, 3, 1, 5, 2, 3, 6]
     assert [sequence.prompt_ids for sequence in update] == [(1, 5)] * 4 + [(1, 6, 7, 8)] * 3 + [(1,)] * 2
-    answers = [graded.response for group in GROUPS for graded in group.responses]
-    assert [sequence.response_ids for sequence in update] == [answer.ids for answer in answers]
-    assert [sequence.rollout_logprobs for sequence in update] == [answer.logprobs for answer in answers]
+    answers = [graded for group in GROUPS for graded in group.responses]
+    assert [sequence.response for sequence in update] == [answer.response for answer in answers]
+    assert [sequence.home for sequence in update] == [answer.home for answer in answers]
     assert advantages(update) == pytest.approx(ALL, abs=1e-12)
     assert [sequence.group for sequence in update] == [0] * 4 + [1] * 3 + [2] * 2
     assert [sequence.number for sequence in update] == list(range(9))
@@ -59,7 +59,7 @@ def test_groups_and_numbers_go_on_over_optimizer_steps() -> None:
 def test_responses_to_be_scored_only_have_the_same_ids_groups_and_numbers() -> None:
     (update,) = make_batch(GROUPS, run_config(algorithm=algorithm())).updates
     scored = untrained(GROUPS)
-    for key in ("prompt_ids", "response_ids", "rollout_logprobs", "group", "number"):
+    for key in ("prompt_ids", "length", "home", "response", "group", "number"):
         assert [getattr(one, key) for one in scored] == [getattr(one, key) for one in update]
     assert advantages(tuple(scored)) == [0.0] * 9
     assert 0.0 not in weights(tuple(scored))  # one of weight 0 would not be scored
@@ -273,4 +273,4 @@ def test_the_reference_job_takes_sixteen_optimizer_steps_of_thirty_two_whole_gro
     assert [len(update) for update in updates] == [512] * 16
     for number, update in enumerate(updates):
         assert {one.group for one in update} == set(range(32 * number, 32 * number + 32))
-        assert sum(one.weight * len(one.response_ids) for one in update) == pytest.approx(1, abs=1e-12)
+        assert sum(one.weight * one.length for one in update) == pytest.approx(1, abs=1e-12)

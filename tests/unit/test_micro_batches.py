@@ -1,21 +1,20 @@
 """Responses to packed micro-batches of data-parallel and context-parallel ranks."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.training.micro_batches import Place, share_of_rank
+from megatron_rl.training.micro_batches import Place
 from megatron_rl.types import MicroBatch, TrainedResponse
-from tests.cases.micro import FLOPS
+from tests.cases.micro import FLOPS, share_of_rank
+from tests.cases.responses import tokens_of, trained_response
 
 
 def sequence(number: int, prompt: int, length: int, weight: float = 1.0) -> TrainedResponse:
     """Distinct, positive ids; the log-probs say which response and position they belong to."""
     first = 1000 * (number + 1)
-    return TrainedResponse(
+    return trained_response(
         prompt_ids=tuple(range(first, first + prompt)),
         response_ids=tuple(range(first + 500, first + 500 + length)),
         rollout_logprobs=tuple(-(number + 1) - position / 64 for position in range(length)),
@@ -98,16 +97,18 @@ def test_sequence_parallelism_splits_what_a_rank_holds_evenly() -> None:
 
 def test_the_end_of_sequence_is_trained_when_sampled_and_never_invented() -> None:
     eos = 2
-    stopped = TrainedResponse(
-        prompt_ids=(1, 9),
-        response_ids=(5, 6, eos),
-        rollout_logprobs=(-1.0, -2.0, -3.0),
-        advantage=1,
-        weight=1,
-        group=0,
-        number=1,
+    cut, stopped = (
+        trained_response(
+            prompt_ids=(1, 9),
+            response_ids=ids,
+            rollout_logprobs=(-1.0, -2.0, -3.0)[: len(ids)],
+            advantage=1,
+            weight=1,
+            group=0,
+            number=number,
+        )
+        for number, ids in enumerate([(5, 6), (5, 6, eos)])
     )
-    cut = replace(stopped, response_ids=(5, 6), rollout_logprobs=(-1.0, -2.0), number=0)
     ((batch,),) = shares([cut, stopped], ranks=1, size=2)
     assert batch.labels[batch.mask].tolist() == [5, 6, eos, 5, 6]
 
@@ -120,7 +121,7 @@ def test_ranks_together_hold_every_trained_response_once(ranks: int, size: int) 
         label: (pytest.approx(one.weight), pytest.approx(one.advantage), pytest.approx(logprob))
         for one in UPDATE
         if one.weight
-        for label, logprob in zip(one.response_ids, one.rollout_logprobs, strict=True)
+        for label, logprob in zip(tokens_of(one).ids, tokens_of(one).logprobs, strict=True)
     }
     assert {label: values for of_batch in found for label, values in of_batch.items()} == expected
     assert sum(map(len, found)) == len(expected)
@@ -204,9 +205,9 @@ def test_any_update_is_dealt_out_whole(
     ]
     batches = [batch for all_shares in of_context for share in all_shares for batch in share]
     labels = [label for batch in batches for label in batch.labels[batch.mask].tolist()]
-    assert sorted(labels) == sorted(label for one in update if one.weight for label in one.response_ids)
+    assert sorted(labels) == sorted(label for one in update if one.weight for label in tokens_of(one).ids)
     total = sum(batch.weights.double().sum().item() for batch in batches)
-    assert total == pytest.approx(sum(one.weight * len(one.response_ids) for one in update))
+    assert total == pytest.approx(sum(one.weight * one.length for one in update))
     assert len({len(share) for all_shares in of_context for share in all_shares}) == 1
     for batch in batches:
         assert size is None or batch.responses <= size

@@ -9,6 +9,7 @@ import torch
 from megatron_rl.algorithms.losses import LossInputs, LossOutput, Metrics, ppo_clip
 from megatron_rl.types import TrainedResponse
 from tests.cases.micro import logprobs_of, micro_batches, objective, sequences
+from tests.cases.responses import tokens_of, trained_response
 
 
 def total_and_gradients(of: list[TrainedResponse], size: int, multiple: int = 1) -> tuple[float, dict[int, float]]:
@@ -29,7 +30,7 @@ def total_and_gradients(of: list[TrainedResponse], size: int, multiple: int = 1)
 def test_it_is_the_weighted_sum_worked_out_token_by_token() -> None:
     expected = 0.0
     for sequence in sequences():
-        for label in sequence.response_ids:
+        for label in tokens_of(sequence).ids:
             ratio = math.exp(-1.0 - math.sin(label * 0.7) + 1.2)
             clipped = min(max(ratio, 0.8), 1.2)
             expected -= sequence.weight * min(ratio * sequence.advantage, clipped * sequence.advantage)
@@ -174,10 +175,12 @@ def test_a_sequence_sum_carries_the_gradient_of_every_token_of_its_response() ->
 
 
 def test_metrics_are_token_sums() -> None:
-    one = TrainedResponse(
-        prompt_ids=(5, 6), response_ids=(1,), rollout_logprobs=(-0.25,), advantage=1.0, weight=0.5, group=0, number=0
+    one, other = (
+        trained_response(
+            prompt_ids=(5, 6), response_ids=ids, rollout_logprobs=engine, advantage=1.0, weight=0.5, group=0, number=0
+        )
+        for ids, engine in (((1,), (-0.25,)), ((2, 3, 4), (-0.5, -1.0, -2.0)))
     )
-    other = replace(one, response_ids=(2, 3, 4), rollout_logprobs=(-0.5, -1.0, -2.0))
     (batch,) = micro_batches([one, other], 2)
     logprobs = torch.where(batch.mask, -1.0, math.nan).requires_grad_()
     entropies = torch.full_like(logprobs, math.nan)

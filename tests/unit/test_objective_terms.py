@@ -14,6 +14,7 @@ from megatron_rl.types import MicroBatch, TrainedResponse
 from tests.cases.group import group_of_one
 from tests.cases.logits import logprobs_of_logits
 from tests.cases.micro import micro_batches, objective, sequences
+from tests.cases.responses import tokens_of
 
 
 def current_of(label: int) -> float:
@@ -40,7 +41,7 @@ def tokens() -> list[tuple[TrainedResponse, int, float]]:
     return [
         (one, label, logprob)
         for one in sequences()
-        for label, logprob in zip(one.response_ids, one.rollout_logprobs, strict=True)
+        for label, logprob in zip(tokens_of(one).ids, tokens_of(one).logprobs, strict=True)
     ]
 
 
@@ -111,7 +112,7 @@ def test_a_correction_multiplies_the_policy_loss_and_neither_the_divergence_nor_
 ) -> None:
     expected, slopes, weights = 0.0, {}, []
     for one, label, engine in tokens():
-        together = sum(map(sampled_of, one.response_ids)) - sum(one.rollout_logprobs)
+        together = sum(map(sampled_of, tokens_of(one).ids)) - sum(tokens_of(one).logprobs)
         correction = weight(math.exp(sampled_of(label) - engine), math.exp(together))
         divergence = current_of(label) - reference_of(label)
         expected += one.weight * (-correction * one.advantage * current_of(label) + 0.3 * divergence - 0.2 * 0.75)

@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_rl.config import Config
 from megatron_rl.telemetry.writer import RunWriter, read_metrics
+from tests.cases.responses import tokens_of
 from tests.tiny import graded_group, run_config
 
 
@@ -112,7 +113,7 @@ def test_samples_hold_what_one_wants_to_read_and_what_can_be_checked(tmp_path: P
 def test_a_sample_says_each_weight_version_once(tmp_path: Path) -> None:
     group = graded_group(2, [1], [4])
     (answer,) = group.responses
-    mixed = replace(answer, response=replace(answer.response, weight_versions=(3, 3, 4, 3)))
+    mixed = replace(answer, response=replace(tokens_of(answer), weight_versions=(3, 3, 4, 3)))
     writer = RunWriter(config_of(tmp_path), 0)
     writer.samples(1, [replace(group, responses=(mixed,))])
     writer.close()
