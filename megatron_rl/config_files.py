@@ -101,7 +101,7 @@ def _refuse_unknown_keys(values: dict[str, Any], recipe: Path) -> None:
         section = known[path]
         for key, value in node.items():
             full = f"{path}.{key}" if path else str(key)
-            if key not in section.model_fields:
+            if key not in section.model_fields and key not in section.answered:
                 everything = [f"{p}.{k}" if p else k for p, s in known.items() for k in s.model_fields]
                 raise UserError(f"{recipe}: unknown option {full}{_nearest(full, everything)}")
             if full in known and isinstance(value, dict):

@@ -25,6 +25,8 @@ from megatron_rl.rewards.graders import load_grader
 from megatron_rl.rollout.collector import Collector, Rollout
 from megatron_rl.rollout.embedded import EmbeddedEngine
 from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.groups import EngineGroup
+from megatron_rl.rollout.parity import make_parity
 from megatron_rl.rollout.sampler import GroupSampler
 from megatron_rl.run_dir import RunLock, check_run_dir
 from megatron_rl.stopping import StopWish
@@ -97,7 +99,9 @@ class Run:
             dtype=DTYPES[config.trainer.dtype],
             max_concurrent=config.rollout.max_concurrent,
         )
-        self.sampler = GroupSampler(self.engine, grader, tokenizer, config.seed)
+        group = EngineGroup(rank=dist.get_rank(), size=config.rollout.tensor_parallel_size, world=dist.get_world_size())
+        self.parity = make_parity(config, data.prompts, vocabulary, self.engine, group, self.progress.say)
+        self.sampler = GroupSampler(self.parity, grader, tokenizer, config.seed)
         self.stream = PromptStream(data.prompts, config.seed)
         self.collector = Collector(self.sampler, self.stream, config, self.progress.say)
         self.writer: RunWriter | None = None

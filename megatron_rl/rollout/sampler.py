@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.rewards.graders import Grader
-from megatron_rl.rollout.engine import Engine, Request, Sampling, response_seed
+from megatron_rl.rollout.engine import Generates, Request, Sampling, response_seed
 from megatron_rl.types import Graded, Group, Prompt, Response
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class Draw:
 class GroupSampler:
     """Divides prompts over the engines, grades what they answer, and brings the groups to every rank in their order."""
 
-    def __init__(self, engine: Engine, grader: Grader, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+    def __init__(self, engine: Generates, grader: Grader, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
         self.engine, self.grader, self.tokenizer, self.seed = engine, grader, tokenizer, seed
         self._failures_said: set[type[BaseException]] = set()
 
