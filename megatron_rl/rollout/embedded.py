@@ -230,7 +230,7 @@ def _nucleus(logprobs: Tensor, top_p: float) -> Tensor:
     """The distributions `[rows, ids]` without the ids outside the nucleus (−inf there), not normalised again."""
     if top_p >= 1:
         return logprobs
-    ordered, ids = logprobs.sort(-1, descending=True, stable=True)
+    ordered, ids = logprobs.sort(stable=True, dim=-1, descending=True)
     mass = ordered.double().exp()
     outside = mass.cumsum(-1) - mass >= top_p  # those before it have top_p already; never so for the likeliest
     return logprobs.masked_fill(torch.zeros_like(outside).scatter(-1, ids, outside), -torch.inf)

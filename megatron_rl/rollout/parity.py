@@ -1,4 +1,4 @@
-"""Parity: after every update a fixed probe is scored by trainer and engines. Wrong or stale weights end the run at once.
+"""Parity: after every update trainer and engines score a fixed probe. Wrong or stale weights end the run at once.
 
 All figures are about |Δ|, the absolute difference of the log-probs that both sides give to a token, in nats.
 """
@@ -139,8 +139,8 @@ class Alarms:
             if self._stale(reading):
                 raise UserError(
                     f"parity: step {step}: engine {reading.engine} has the weights of the update before: its log-probs "
-                    f"are {reading.previous:.2g} nats from the trainer's then and {reading.current.mean:.2g} from those "
-                    "now (mean over the probe); nothing is lost, the last checkpoint stays"
+                    f"are {reading.previous:.2g} nats from the trainer's of then and {reading.current.mean:.2g} from "
+                    "those of now (mean over the probe); nothing is lost, the last checkpoint stays"
                 )
         if worst.current.mean > self.limit:
             raise UserError(

@@ -167,17 +167,16 @@ class Trainer:
     def score(self, sequences: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
         """Log-probabilities, at temperature 1, of each token after the first, as `Engine.score` has them.
 
-        Every data-parallel rank scores all sequences, so no token moves. Needs nothing but the parameters on the device.
-        A collective; the same on every rank.
+        Every data-parallel rank scores all sequences, so no token moves. It needs the parameters on the device
+        and nothing else. A collective; the same on every rank.
 
         Args:
             sequences: token ids, the same on every rank; each has at least 2.
         """
         share = self._one_by_one(sequences)
         mine: dict[tuple[int, int], float] = {}
-        for batch, found in zip(
-            share, self.logprobs(share, temperature=1.0), strict=False
-        ):  # none but on the last stage
+        logprobs = self.logprobs(share, temperature=1.0)  # none but on the last stage
+        for batch, found in zip(share, logprobs, strict=False):
             places = batch.positions[batch.mask].tolist()  # of this context-parallel rank's tokens
             for place, logprob in zip(places, found[batch.mask].tolist(), strict=True):
                 mine[batch.numbers[0], place] = logprob
@@ -253,7 +252,7 @@ class Trainer:
         )
 
     def _rounds_of(self) -> int:
-        """What the number of micro-batches is a multiple of: the interleaved schedule runs in rounds over the stages."""
+        """What the number of micro-batches is a multiple of: the interleaved schedule runs rounds over the stages."""
         trainer = self.config.trainer
         return trainer.pipeline_parallel_size if trainer.pipeline_chunks > 1 else 1
 

@@ -86,7 +86,7 @@ def sampled(
     asked, groups = [], list[Group]()
     for world.rank in [*range(1, ranks), 0]:
         engine = Echo()
-        sampler = GroupSampler(engine, grader, build_tokenizer(), seed)  # type: ignore[arg-type]
+        sampler = GroupSampler(engine, grader, build_tokenizer(), seed)
         with contextlib.suppress(Waiting):
             groups = sampler.sample(draws, responses=3, max_tokens=9, sampling=SAMPLING)
         assert engine.sampling == SAMPLING
@@ -165,7 +165,7 @@ def test_each_kind_of_failure_of_a_grader_is_said_once(
 def test_a_response_that_the_engine_loses_is_an_error_that_names_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "dist", Ranks(1))
     engine = Echo(lost=(PROMPTS[3].ids[-1], 2))
-    sampler = GroupSampler(engine, last_line, build_tokenizer(), seed=3)  # type: ignore[arg-type]
+    sampler = GroupSampler(engine, last_line, build_tokenizer(), seed=3)
     draws = [Draw(place=(TRAINING_STREAM, 2, n), prompt=prompt) for n, prompt in enumerate(PROMPTS)]
     with pytest.raises(RuntimeError, match="2 of 3 responses to prompt 13"):
         sampler.sample(draws, responses=3, max_tokens=9, sampling=SAMPLING)
@@ -185,7 +185,7 @@ def test_graders_get_text_without_special_tokens_and_whether_it_ended(monkeypatc
 def test_evaluation_has_seeds_of_its_own_that_do_not_depend_on_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "dist", Ranks(1))
     engine = Echo()
-    sampler = GroupSampler(engine, last_line, build_tokenizer(), seed=3)  # type: ignore[arg-type]
+    sampler = GroupSampler(engine, last_line, build_tokenizer(), seed=3)
     config = run_config(evaluation={"samples_per_prompt": 2, "temperature": 0.5}, rollout={"max_response_tokens": 7})
     metrics = evaluate(sampler, PROMPTS, config)
     assert metrics.pairs["eval/accuracy"] == (5.0, 10.0)
@@ -195,3 +195,20 @@ def test_evaluation_has_seeds_of_its_own_that_do_not_depend_on_the_step(monkeypa
     for row, request in enumerate(engine.asked):
         assert request.max_tokens == 7
         assert list(request.seeds) == [response_seed(3, EVALUATION_STREAM, 0, row, sample) for sample in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"greedy": True, "samples_per_prompt": 1}, Sampling(greedy=True)),
+        ({"top_p": 0.8, "temperature": 0.5}, Sampling(temperature=0.5, top_p=0.8)),
+    ],
+)
+def test_evaluation_samples_as_its_options_say(
+    options: dict[str, object], expected: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "dist", Ranks(1))
+    engine = Echo()
+    sampler = GroupSampler(engine, last_line, build_tokenizer(), seed=3)
+    evaluate(sampler, PROMPTS, run_config(evaluation=options))
+    assert engine.sampling == expected
