@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -77,7 +77,13 @@ class RolloutConfig(Section):
     """How SGLang's servers are started and asked; for `engine: sglang`."""
 
     deterministic: bool = False
-    """Each response depends on its own seed only."""
+    """Each response depends on its own seed only. The embedded engine always does so. SGLang: deterministic inference
+    (batch-invariant kernels), which costs roughly a third of the speed (their figure: 34% on average) and not every
+    attention backend has; without it no seed is promised."""
+
+    parity_limit: Annotated[float, Field(gt=0)] | None = None
+    """After each update engine and trainer score a probe; the run ends if their log-probs differ by more than this, in
+    nats, mean over tokens. `null`: by `trainer.dtype`, 0.001 (float32) or 0.05 (bfloat16)."""
 
     prompts_per_step: Positive = 512
     """Groups in the training batch of a step."""
@@ -99,6 +105,23 @@ class RolloutConfig(Section):
 
     heartbeat_timeout_s: Positive = 120
     """A rank that leads an engine and gives no sign of life for so long while all sample ends the run."""
+
+    answered: ClassVar[frozenset[str]] = frozenset({"top_p", "top_k"})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_distribution(cls, values: Any) -> Any:
+        """Drop `top_p` and `top_k` of other programs' recipes where they are off, and refuse them otherwise."""
+        if not isinstance(values, dict):
+            return values
+        for key, off in (("top_p", (1, None)), ("top_k", (-1, 0, None))):
+            if values.get(key) not in off:
+                raise ValueError(
+                    f"{key}={values[key]!r}: training samples from the whole distribution: the trainer's softmax is "
+                    "over all tokens, so a truncated one has no log-prob there and importance ratios would be wrong; "
+                    "leave it out (evaluation.top_p is for evaluation)"
+                )
+        return {key: value for key, value in values.items() if key not in cls.answered}
 
 
 class SoftOverlongConfig(Section):
@@ -219,6 +242,24 @@ class EvaluationConfig(Section):
 
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature."""
+
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling: from the smallest set of most likely tokens that have at least this probability together."""
+
+    greedy: bool = False
+    """Take the most likely token instead of drawing. Needs `samples_per_prompt=1`."""
+
+    @model_validator(mode="after")
+    def _greedy_alone(self) -> "EvaluationConfig":
+        """Refuse what means nothing to greedy sampling."""
+        if self.greedy and self.samples_per_prompt > 1:
+            raise ValueError(
+                f"greedy: all {self.samples_per_prompt} samples of a prompt would be the same; set samples_per_prompt "
+                "to 1"
+            )
+        if self.greedy and (self.temperature != 1 or self.top_p < 1):
+            raise ValueError("greedy takes the likeliest token whatever temperature and top_p are; leave these out")
+        return self
 
 
 class CheckpointConfig(Section):

@@ -101,7 +101,7 @@ def _refuse_unknown_keys(values: dict[str, Any], recipe: Path) -> None:
         section = known[path]
         for key, value in node.items():
             full = f"{path}.{key}" if path else str(key)
-            if key not in section.model_fields:
+            if key not in section.model_fields and key not in getattr(section, "answered", ()):
                 everything = [f"{p}.{k}" if p else k for p, s in known.items() for k in s.model_fields]
                 raise UserError(f"{recipe}: unknown option {full}{_nearest(full, everything)}")
             if full in known and isinstance(value, dict):
@@ -132,7 +132,9 @@ def _first_fault(error: ValidationError) -> str:
         return f"{message}{rest}"
     if fault["type"] == "missing":
         return f"{where} is required; set it in the recipe or as {where}=...{rest}"
-    return f"{where}: {message}, got {fault['input']!r}{rest}"
+    whole_section = fault["type"] == "value_error" and isinstance(fault["input"], dict)  # its own message says what
+    got = "" if whole_section else f", got {fault['input']!r}"
+    return f"{where}: {message}{got}{rest}"
 
 
 def _one_line(error: Exception) -> str:

@@ -27,6 +27,7 @@ from megatron_rl.rollout.delivery import ALL, bring_groups, deliver
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.engines import make_engine
 from megatron_rl.rollout.groups import EngineGroup, check_engine_groups
+from megatron_rl.rollout.parity import make_parity
 from megatron_rl.rollout.sampler import GroupSampler
 from megatron_rl.rollout.waiting import EngineWait
 from megatron_rl.run_dir import RunLock, check_run_dir
@@ -98,7 +99,8 @@ class Run:
         self.engine: Engine = make_engine(config, spec, group, eos_token_ids=eos, vocabulary=vocabulary)
         store = dist.distributed_c10d._get_default_store()
         wait = EngineWait(store, group, timeout_s=config.rollout.heartbeat_timeout_s)
-        self.sampler = GroupSampler(self.engine, wait, grader, tokenizer, config.seed)
+        self.parity = make_parity(config, data.prompts, vocabulary, self.engine, group, self.progress.say)
+        self.sampler = GroupSampler(self.parity, wait, grader, tokenizer, config.seed)
         self.stream = PromptStream(data.prompts, config.seed)
         self.collector = Collector(self.sampler, self.stream, config, self.progress.say)
         self.writer: RunWriter | None = None

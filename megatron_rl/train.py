@@ -28,8 +28,10 @@ def train(config: Config) -> bool:
 
             sync_weights(run)
             with run.phases.enter("rollout"):  # prompts → responses → rewards → groups kept
+                parity = run.parity.check(step)  # engine and trainer agree, or the run ends
                 rollout = run.collector.collect(step)
             metrics = rollout.metrics
+            metrics.merge(parity)
 
             if rollout.groups:
                 with run.phases.enter("train"):
@@ -55,6 +57,7 @@ def sync_weights(run: Run) -> None:
         return
     with run.phases.enter("sync"):
         push_weights(run.trainer.model, run.trainer.spec.shape, run.engine, version=run.trainer.updates_done)
+        run.parity.expect(run.trainer.score(run.parity.probe), version=run.trainer.updates_done)
 
 
 def evaluate_heldout(run: Run) -> None:
@@ -62,5 +65,7 @@ def evaluate_heldout(run: Run) -> None:
     if run.heldout:
         sync_weights(run)
         with run.phases.enter("rollout"):
+            parity = run.parity.check(run.step)
             metrics = evaluate(run.sampler, run.heldout, run.config)
+        metrics.merge(parity)
         run.log_evaluation(metrics)

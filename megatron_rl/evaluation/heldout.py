@@ -23,6 +23,10 @@ def evaluate(sampler: GroupSampler, prompts: Sequence[Prompt], config: Config) -
         draws,
         responses=config.evaluation.samples_per_prompt,
         max_tokens=config.rollout.max_response_tokens,
-        sampling=Sampling(temperature=config.evaluation.temperature),
+        sampling=Sampling(
+            temperature=config.evaluation.temperature,
+            greedy=config.evaluation.greedy,
+            top_p=config.evaluation.top_p,
+        ),
     )
     return sampling_metrics(groups, "eval")

@@ -145,7 +145,10 @@ class EmbeddedEngine:
         for position in range(max(budgets)):
             scaled = policy_logits(logits, temperature=sampling.temperature, allowed=self.vocabulary)
             distribution = scaled.log_softmax(-1)
-            tokens = distribution.argmax(-1) if sampling.greedy else _draw(distribution, uniforms[alive, position])
+            if sampling.greedy:
+                tokens = distribution.argmax(-1)
+            else:
+                tokens = _draw(_nucleus(distribution, sampling.top_p), uniforms[alive, position])
             chosen = distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
             stopped = torch.isin(tokens, eos).tolist()
             for row, token, logprob in zip(alive, tokens.tolist(), chosen.tolist(), strict=True):
@@ -221,6 +224,16 @@ class _Batch:
 def _uniforms(seeds: Sequence[int], count: int) -> Tensor:
     """`[responses, count]` uniform numbers, each row from its own generator."""
     return torch.from_numpy(np.stack([np.random.Generator(np.random.Philox(key=seed)).random(count) for seed in seeds]))
+
+
+def _nucleus(logprobs: Tensor, top_p: float) -> Tensor:
+    """The distributions `[rows, ids]` without the ids outside the nucleus (−inf there), not normalised again."""
+    if top_p >= 1:
+        return logprobs
+    ordered, ids = logprobs.sort(stable=True, dim=-1, descending=True)
+    mass = ordered.double().exp()
+    outside = mass.cumsum(-1) - mass >= top_p  # those before it have top_p already; never so for the likeliest
+    return logprobs.masked_fill(torch.zeros_like(outside).scatter(-1, ids, outside), -torch.inf)
 
 
 def _draw(logprobs: Tensor, uniforms: Tensor) -> Tensor:

@@ -24,14 +24,24 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn. Log-probs are those of the distribution at `temperature`, also when greedy."""
+    """How tokens are drawn. Log-probs are those of the whole distribution at `temperature`, also when greedy or cut."""
 
     temperature: float = 1.0
     greedy: bool = False
     """Take the most likely token instead of drawing."""
 
+    top_p: float = 1.0
+    """Draw from the smallest set of most likely tokens that have at least this probability together."""
 
-class Engine(Protocol):
+
+class Generates(Protocol):
+    """All that sampling asks of an engine."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, int, Response]]:
+        """Sample; yields (request number, sample number, response) as responses complete, in any order."""
+
+
+class Engine(Generates, Protocol):
     """A rollout engine, seen from the ranks that share it. Only the one that leads it generates and scores; the other
     calls are made on all of them, in the same order.
 
@@ -41,9 +51,6 @@ class Engine(Protocol):
 
     def start(self) -> None:
         """Become able to take weights. Raises RuntimeError with the reason if it can't."""
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, int, Response]]:
-        """Sample; yields (request number, sample number, response) as responses complete, in any order."""
 
     def score(self, sequences: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
         """Log-probabilities, at temperature 1, of each token after the first, given those before it."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.rewards.graders import Grader
-from megatron_rl.rollout.engine import Engine, Request, Sampling, response_seed
+from megatron_rl.rollout.engine import Generates, Request, Sampling, response_seed
 from megatron_rl.rollout.waiting import EngineWait
 from megatron_rl.types import FinishReason, Graded, Group, Prompt, Response
 
@@ -39,7 +39,7 @@ class GroupSampler:
     """Divides prompts over the engines, grades what they answer, and tells every rank of the groups in their order."""
 
     def __init__(
-        self, engine: Engine, wait: EngineWait, grader: Grader, tokenizer: PreTrainedTokenizerBase, seed: int
+        self, engine: Generates, wait: EngineWait, grader: Grader, tokenizer: PreTrainedTokenizerBase, seed: int
     ) -> None:
         self.engine, self.wait, self.grader, self.tokenizer, self.seed = engine, wait, grader, tokenizer, seed
         self._failures_said: set[type[BaseException]] = set()

@@ -1,4 +1,4 @@
-"""The trainer: Megatron's model, gradients and optimizer behind three calls: `logprobs`, `train` and the weights."""
+"""The trainer: Megatron's model, gradients and optimizer behind few calls: `logprobs`, `train` and the weights."""
 
 from __future__ import annotations
 
@@ -159,14 +159,59 @@ class Trainer:
         metrics.pairs["loss/objective"] = (total, 1.0)  # a sum over the step, not a mean over micro-batches
         return metrics
 
-    def logprobs(self, share: Share) -> list[Tensor]:
-        """Log-probabilities of the labels of each micro-batch, `[1, tokens]`; on the last pipeline stage, else []."""
+    def logprobs(self, share: Share, *, temperature: float | None = None) -> list[Tensor]:
+        """Log-probabilities of the labels of each micro-batch, `[1, tokens]`; on the last pipeline stage, else [].
+
+        `temperature`: None is `rollout.temperature`.
+        """
 
         def keep(batch: MicroBatch, number: int, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return output.new_zeros(()), torch.zeros((), dtype=torch.int), self._score(output, batch)[0]
+            logprobs = self._score(output, batch, temperature=temperature)[0]
+            return output.new_zeros(()), torch.zeros((), dtype=torch.int), logprobs
 
         with torch.no_grad():
             return self._run(share, keep, forward_only=True)
+
+    def score(self, sequences: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+        """Log-probabilities, at temperature 1, of each token after the first, as `Engine.score` has them.
+
+        Every data-parallel rank scores all sequences, so no token moves. It needs the parameters on the device
+        and nothing else. A collective; the same on every rank.
+
+        Args:
+            sequences: token ids, the same on every rank; each has at least 2.
+        """
+        share = self._one_by_one(sequences)
+        mine: dict[tuple[int, int], float] = {}
+        logprobs = self.logprobs(share, temperature=1.0)  # none but on the last stage
+        for batch, found in zip(share, logprobs, strict=False):
+            places = batch.positions[batch.mask].tolist()  # of this context-parallel rank's tokens
+            for place, logprob in zip(places, found[batch.mask].tolist(), strict=True):
+                mine[batch.numbers[0], place] = logprob
+        whole: dict[tuple[int, int], float] = {}
+        for part in from_last_stage(mine):
+            whole |= part
+        return [tuple(whole[number, place] for place in range(len(ids) - 1)) for number, ids in enumerate(sequences)]
+
+    def _one_by_one(self, sequences: Sequence[tuple[int, ...]]) -> Share:
+        """A micro-batch for each sequence, and empty ones until the schedule can run them."""
+        asked = [
+            TrainedResponse(
+                prompt_ids=ids[:1],
+                length=len(ids) - 1,
+                home=0,
+                response=None,
+                advantage=0.0,
+                weight=1.0,
+                group=0,
+                number=number,
+            )
+            for number, ids in enumerate(sequences)
+        ]
+        blocks = [torch.tensor([ids[1:], [0] * (len(ids) - 1)], dtype=torch.int32) for ids in sequences]
+        batches = [pack([one], [block], self.place) for one, block in zip(asked, blocks, strict=True)]
+        batches += [pack([], [], self.place) for _ in range(-len(batches) % self._rounds_of())]
+        return tuple(_to_device(batch) for batch in batches)
 
     def kl_of_responses(self, groups: Sequence[Group]) -> list[float] | None:
         """Divergence from the reference policy, summed over each response; None unless it is taken from the reward.
@@ -210,8 +255,7 @@ class Trainer:
             flops=sequence_flops(self.spec.shape),
             micro_batch_size=trainer.micro_batch_size,
             max_tokens=trainer.max_tokens_per_micro_batch,
-            # The interleaved schedule runs micro-batches in rounds over the stages.
-            multiple=trainer.pipeline_parallel_size if trainer.pipeline_chunks > 1 else 1,
+            multiple=self._rounds_of(),
         )
 
     @property
@@ -226,6 +270,11 @@ class Trainer:
             context_ranks=trainer.context_parallel_size,
             multiple=(trainer.tensor_parallel_size if trainer.sequence_parallel else 1) * (32 if fp8 else 1),
         )
+
+    def _rounds_of(self) -> int:
+        """What the number of micro-batches is a multiple of: the interleaved schedule runs rounds over the stages."""
+        trainer = self.config.trainer
+        return trainer.pipeline_parallel_size if trainer.pipeline_chunks > 1 else 1
 
     def given(self, shares: Sequence[Share]) -> list[list[Given]]:
         """What each update needs that is computed with the weights as they are now, or with the reference's."""
@@ -242,8 +291,11 @@ class Trainer:
             for pair in zip(sampled, references, strict=True)
         ]
 
-    def _score(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """Log-probabilities of the labels, entropies, and whether no token is likelier, `[1, tokens]` each."""
+    def _score(self, output: Tensor, batch: MicroBatch, *, temperature: float | None = None) -> tuple[Tensor, ...]:
+        """Log-probabilities of the labels, entropies, and whether no token is likelier, `[1, tokens]` each.
+
+        `temperature`: None is `rollout.temperature`.
+        """
         last = self.model[-1]
         weight = output_weight(last)
         scores = projected_logprobs(
@@ -251,7 +303,7 @@ class Trainer:
             weight,
             batch.labels.flatten(),
             chunk=self.config.trainer.logits_chunk,
-            temperature=self.config.rollout.temperature,
+            temperature=self.config.rollout.temperature if temperature is None else temperature,
             vocabulary=self.vocabulary,
             group=mpu.get_tensor_model_parallel_group(),
             entropy_gradient=self.objective.entropy_gradient,

@@ -28,6 +28,7 @@ BUDGET = 20_480 + 200
 def main() -> None:
     """Print a Markdown table."""
     seconds: dict[str, float] = {}
+    begun = time.perf_counter()
 
     def lap(name: str) -> None:
         nonlocal begun

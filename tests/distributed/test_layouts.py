@@ -7,7 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.conftest import KINDS, Launch
-from tests.distributed.worker import LAYOUTS
+from tests.distributed.data import VOCABULARY
+from tests.distributed.plain import Plain
+from tests.distributed.worker import LAYOUTS, SEQUENCES
 
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -20,6 +22,19 @@ def test_logits_equal_transformers(launched: Launch, layout: str, kind: str) -> 
     on_last_stage = [gap for gap in gaps if gap is not None]
     assert on_last_stage
     assert max(on_last_stage) < 1e-5
+
+
+@each_kind
+@each_layout
+def test_scores_equal_transformers_on_every_rank(launched: Launch, layout: str, kind: str) -> None:
+    ranks = launched(layout)
+    plain = Plain(ranks[0]["models"][kind], vocabulary=VOCABULARY, temperature=1.0)  # sampling is at 0.8
+    for rank in ranks:
+        assert len(rank[kind]["score"]) == len(SEQUENCES)
+        assert rank[kind]["score"] == ranks[0][kind]["score"]
+        for ids, found in zip(SEQUENCES, rank[kind]["score"], strict=True):
+            expected = plain.logprobs(ids[:1], ids[1:]).tolist()
+            assert found == pytest.approx(expected, abs=1e-5)
 
 
 @each_kind

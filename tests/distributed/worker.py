@@ -37,6 +37,9 @@ SP: dict[str, object] = {"sequence_parallel": True}
 INTERLEAVED: dict[str, object] = {"pipeline_chunks": 2}
 SOME_AGAIN: dict[str, object] = {"memory": {"recompute": "selective", "recompute_modules": ["core_attn", "mlp"]}}
 ALL_AGAIN: dict[str, object] = {"memory": {"recompute": "full"}}
+SEQUENCES = ((1, 9, 17, 4, 4), (3, 21), tuple(range(3, 28)))
+"""To be scored: three, which PP 2 does not divide; lengths that CP 2 pads."""
+
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "single": (1, {}),
     "tp2": (2, TP2 | SOME_AGAIN),
@@ -102,6 +105,7 @@ def check_model(config_of: Any, reference: Path) -> dict[str, Any]:
     trainer.use(config.model_copy(update={"algorithm": AlgorithmConfig.model_validate(in_reward)}))
     results["kl_of_responses"] = trainer.kl_of_responses(make_groups())
     trainer.use(config)
+    results["score"] = trainer.score(SEQUENCES)
     results["engine"] = [engine_gaps(trainer, batch, version) for version in range(3)]
     results["resume"] = {
         sharded: resume_gaps(config_of(distributed_optimizer=sharded), batch) for sharded in (False, True)

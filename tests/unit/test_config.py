@@ -295,7 +295,7 @@ def sections(model: type[BaseModel] = Config) -> list[type[BaseModel]]:
 
 
 def test_every_option_and_every_section_has_a_text() -> None:
-    assert len(sections()) == 15
+    assert len(sections()) == 16
     for section in sections():
         assert (section.__doc__ or "").strip(), section
         for key, option in section.model_fields.items():
@@ -337,3 +337,32 @@ def test_the_demo_recipe_is_dapo_with_sixteen_responses() -> None:
     config = load_config(ROOT / "launch" / "recipes" / "demo_arithmetic.yaml")
     assert (config.algorithm.preset, config.rollout.responses_per_prompt) == ("dapo", 16)
     assert config.algorithm.dynamic_sampling
+
+
+# ---- sampling
+
+
+@pytest.mark.parametrize("key", ["rollout.top_p=0.9", "rollout.top_k=50", "rollout.top_k=1", "rollout.top_p=0"])
+def test_truncated_sampling_in_training_is_refused_with_the_reason(tmp_path: Path, key: str) -> None:
+    message = refusal(recipe(tmp_path, ""), key)
+    assert message.endswith("evaluation.top_p is for evaluation)")
+    assert f"rollout: {key.removeprefix('rollout.')}: training samples from the whole distribution" in message
+
+
+@pytest.mark.parametrize("key", ["top_p=1.0", "top_p=1", "top_k=-1", "top_k=0", "top_k=null"])
+def test_truncation_that_is_off_is_dropped(tmp_path: Path, key: str) -> None:
+    assert load_config(recipe(tmp_path, ""), [f"rollout.{key}"]) == load_config(recipe(tmp_path, ""))
+
+
+def test_greedy_evaluation_is_one_sample_of_the_likeliest(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "evaluation: {greedy: true, samples_per_prompt: 1}")
+    assert load_config(path).evaluation.greedy
+    assert "all 16 samples of a prompt would be the same" in refusal(recipe(tmp_path, "evaluation: {greedy: true}"))
+    for other in ("temperature=0.5", "top_p=0.9"):
+        message = refusal(recipe(tmp_path, "evaluation: {greedy: true, samples_per_prompt: 1}"), f"evaluation.{other}")
+        assert "greedy takes the likeliest token whatever" in message
+
+
+@pytest.mark.parametrize("value", ["0", "1.1", "-0.5"])
+def test_top_p_is_a_share(tmp_path: Path, value: str) -> None:
+    assert "evaluation.top_p" in refusal(recipe(tmp_path, ""), f"evaluation.top_p={value}")

@@ -108,7 +108,7 @@ def test_every_metric_is_explained() -> None:
 def metric_names() -> set[str]:
     """Metrics that the program's source writes: `"group/name"`, or `f"{prefix}/name"` of sampled groups."""
     sources = [file.read_text(encoding="utf-8") for file in (ROOT / "megatron_rl").rglob("*.py")]
-    whole = r'"((?:rollout|batch|policy|mismatch|loss|train|seconds)/[a-z_]+|eval/accuracy)"'
+    whole = r'"((?:rollout|batch|policy|mismatch|parity|loss|train|seconds)/[a-z_]+|eval/accuracy)"'
     names = {name for source in sources for name in re.findall(whole, source)}
     return names | {f"rollout/{name}" for source in sources for name in re.findall(r'f"\{prefix\}/([a-z_]+)', source)}
 

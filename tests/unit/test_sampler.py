@@ -78,7 +78,7 @@ LAYOUTS = [(1, 1), (2, 1), (3, 1), (2, 2), (6, 2)]
 def alone(engine: Echo, grader: Callable[..., float] = last_line) -> GroupSampler:
     """The sampler of a world of one."""
     wait = EngineWait(dist.HashStore(), EngineGroup(rank=0, size=1, world=1), timeout_s=9)
-    return GroupSampler(engine, wait, grader, build_tokenizer(), seed=3)  # type: ignore[arg-type]
+    return GroupSampler(engine, wait, grader, build_tokenizer(), seed=3)
 
 
 def sampled_by_ranks(
@@ -93,7 +93,7 @@ def sampled_by_ranks(
     def sample(rank: int) -> list[Group]:
         world.here.rank = rank
         wait = EngineWait(store, EngineGroup(rank=rank, size=size, world=ranks), timeout_s=9)
-        sampler = GroupSampler(engines[rank], wait, grader, build_tokenizer(), 3)  # type: ignore[arg-type]
+        sampler = GroupSampler(engines[rank], wait, grader, build_tokenizer(), 3)
         return sampler.sample(draws, responses=3, max_tokens=9, sampling=SAMPLING)
 
     with ThreadPoolExecutor(ranks) as threads:
@@ -231,3 +231,22 @@ def test_evaluation_has_seeds_of_its_own_that_do_not_depend_on_the_step(monkeypa
     for row, request in enumerate(engine.asked):
         assert request.max_tokens == 7
         assert list(request.seeds) == [response_seed(3, EVALUATION_STREAM, 0, row, sample) for sample in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"greedy": True, "samples_per_prompt": 1}, Sampling(greedy=True)),
+        ({"top_p": 0.8, "temperature": 0.5}, Sampling(temperature=0.5, top_p=0.8)),
+    ],
+)
+def test_evaluation_samples_as_its_options_say(
+    options: dict[str, object], expected: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = Ranks(1)
+    world.here.rank = 0
+    monkeypatch.setattr(module, "dist", world)
+    engine = Echo()
+    sampler = alone(engine)
+    evaluate(sampler, PROMPTS, run_config(evaluation=options))
+    assert engine.sampling == expected
