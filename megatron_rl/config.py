@@ -1,10 +1,9 @@
 """Every option: typed, frozen, documented by the text under it. `train --help` and docs/config.md read these texts."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from megatron_rl.algorithms.advantages import ESTIMATORS
 from megatron_rl.algorithms.corrections import Level, Mode
@@ -12,7 +11,7 @@ from megatron_rl.algorithms.kl import KlEstimator
 from megatron_rl.algorithms.losses import LOSSES
 from megatron_rl.algorithms.weights import NORMALISATIONS
 from megatron_rl.presets import PRESETS
-from megatron_rl.rollout.options import SglangConfig
+from megatron_rl.rollout.options import DETERMINISTIC_BACKENDS, SglangConfig
 from megatron_rl.section import NotNegative, Positive, Seconds, Section, Seed
 from megatron_rl.training.options import TrainerConfig
 
@@ -330,6 +329,13 @@ class Config(Section):
             )
         if rollout.engine == "embedded" and rollout.tensor_parallel_size != 1:
             raise ValueError("rollout.tensor_parallel_size: the embedded engine runs on one rank; set it to 1")
+        if rollout.engine == "sglang" and rollout.deterministic:
+            backend = rollout.sglang.attention_backend
+            if backend is not None and backend not in DETERMINISTIC_BACKENDS:
+                raise ValueError(
+                    f"rollout.deterministic: SGLang's attention backend {backend} (rollout.sglang.extra_args) has no "
+                    f"deterministic inference; take one of {', '.join(DETERMINISTIC_BACKENDS)}, or leave it to SGLang"
+                )
         if algorithm.soft_overlong and algorithm.soft_overlong.buffer > rollout.max_response_tokens:
             raise ValueError(
                 f"algorithm.soft_overlong.buffer ({algorithm.soft_overlong.buffer}) is longer than "
@@ -372,20 +378,3 @@ def _check_names(algorithm: AlgorithmConfig) -> None:
         if name not in known and (":" not in name or option == "preset"):
             own = "" if option == "preset" else ", or package.module:function"
             raise ValueError(f"algorithm.{option}: {name!r} is not one of {', '.join(known)}{own}")
-
-
-def sections(section: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """The section itself and those inside it, each with its dotted path."""
-    yield path, section
-    for key, option in section.model_fields.items():
-        inner = section_of(option.annotation)
-        if inner is not None:
-            yield from sections(inner, f"{path}.{key}" if path else key)
-
-
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field of this type holds, if it holds one."""
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None

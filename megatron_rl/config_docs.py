@@ -10,7 +10,8 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.padding import Padding
 
-from megatron_rl.config import Config, section_of, sections
+from megatron_rl.config import Config
+from megatron_rl.section import section_of, sections
 
 
 def describe_options() -> str:

@@ -10,9 +10,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from megatron_rl.config import Config, sections
+from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.presets import PRESETS
+from megatron_rl.section import sections
 
 
 def load_config(recipe: Path, overrides: Sequence[str] = ()) -> Config:

@@ -99,7 +99,7 @@ class Run:
         self.engine: Engine = make_engine(config, spec, group, eos_token_ids=eos, vocabulary=vocabulary)
         store = dist.distributed_c10d._get_default_store()
         wait = EngineWait(store, group, timeout_s=config.rollout.heartbeat_timeout_s)
-        self.parity = make_parity(config, data.prompts, vocabulary, self.engine, group, self.progress.say)
+        self.parity = make_parity(config, data.prompts, vocabulary, self.engine, wait, self.progress.say)
         self.sampler = GroupSampler(self.parity, wait, grader, tokenizer, config.seed)
         self.stream = PromptStream(data.prompts, config.seed)
         self.collector = Collector(self.sampler, self.stream, config, self.progress.say)

@@ -1,6 +1,7 @@
 """What every section of the config is: frozen, typed, unknown keys refused; and the kinds of numbers in it."""
 
-from typing import Annotated, ClassVar
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,3 +18,20 @@ class Section(BaseModel):
 
     answered: ClassVar[frozenset[str]] = frozenset()
     """Keys that are no options, and that the section itself drops or refuses with the reason."""
+
+
+def sections(section: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """The section itself and those inside it, each with its dotted path."""
+    yield path, section
+    for key, option in section.model_fields.items():
+        inner = section_of(option.annotation)
+        if inner is not None:
+            yield from sections(inner, f"{path}.{key}" if path else key)
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field of this type holds, if it holds one."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None

@@ -1,6 +1,7 @@
 """Options of the SGLang servers: typed, frozen, documented by the text under each."""
 
 import ipaddress
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,10 @@ OURS = (
     "--enable-deterministic-inference --random-seed --enable-weights-cpu-backup"
 ).split()
 """Arguments of the server that follow from other options, or are secret."""
+
+DETERMINISTIC_BACKENDS = "ascend fa3 fa4 flashinfer intel_xpu triton".split()
+"""Attention backends whose results don't depend on the batch: DETERMINISTIC_ATTENTION_BACKEND_CHOICES in
+sglang/srt/arg_groups/choices.py of SGLang 0.5.23. Unless one is named, SGLang takes one of them."""
 
 
 class SglangConfig(Section):
@@ -67,3 +72,13 @@ class SglangConfig(Section):
             if argument.split("=")[0] in OURS:
                 raise ValueError(f"{argument.split('=')[0]} is set by the program; leave it out")
         return arguments
+
+    @property
+    def attention_backend(self) -> str | None:
+        """What `extra_args` say of it; the last one counts, as for SGLang."""
+        named = None
+        for argument, following in pairwise((*self.extra_args, "")):
+            name, is_assigned, value = argument.partition("=")
+            if name == "--attention-backend":
+                named = value if is_assigned else following
+        return named

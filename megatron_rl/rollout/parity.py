@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.engine import Engine, Request, Sampling
-from megatron_rl.rollout.groups import EngineGroup
+from megatron_rl.rollout.waiting import EngineWait
 from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.types import Prompt, Response
 
@@ -182,12 +182,13 @@ class Parity:
         self,
         probe: Sequence[tuple[int, ...]],
         engine: Engine,
-        group: EngineGroup,
+        wait: EngineWait,
         alarms: Alarms,
         say: Callable[[str], None],
     ) -> None:
-        """Compare `engine`, that of `group`, with the trainer; `say` is told warnings, on every rank."""
-        self.probe, self.engine, self.group, self.alarms, self.say = tuple(probe), engine, group, alarms, say
+        """Compare `engine`, that of this rank's group, with the trainer; `say` is told warnings, on every rank."""
+        self.probe, self.engine, self.wait, self.alarms, self.say = tuple(probe), engine, wait, alarms, say
+        self.group = wait.group
         self.version = -1
         self._expected: Scores | None = None
         self._before: tuple[Scores, Scores] | None = None
@@ -204,7 +205,10 @@ class Parity:
         """
         if self._expected is None:
             return MeanMetrics()
-        mine = self._read(self._expected) if self.group.leads else None
+        mine: Reading | None = None
+        with self.wait.until_all_are_done():
+            if self.group.leads:
+                mine = self._read(self._expected)
         self._expected = None
         gathered: list[Reading | None] = [None] * self.group.world
         dist.all_gather_object(gathered, mine)  # so that all ranks judge by the same numbers
@@ -246,9 +250,9 @@ def make_parity(
     prompts: Sequence[Prompt],
     vocabulary: int,
     engine: Engine,
-    group: EngineGroup,
+    wait: EngineWait,
     say: Callable[[str], None],
 ) -> Parity:
     """The parity check of a run."""
     limit = config.rollout.parity_limit or LIMITS[config.trainer.dtype]
-    return Parity(choose_probe(prompts, vocabulary), engine, group, Alarms(limit), say)
+    return Parity(choose_probe(prompts, vocabulary), engine, wait, Alarms(limit), say)

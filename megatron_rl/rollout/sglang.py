@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config import Config
+from megatron_rl.errors import UserError
 from megatron_rl.resharding.names import hf_shapes
 from megatron_rl.rollout.engine import Request, Sampling
 from megatron_rl.rollout.groups import EngineGroup
@@ -60,7 +61,15 @@ class SglangEngine:
             group: the ranks that share it.
             eos_token_ids: sampling one of them ends a response.
             vocabulary: ids from here on are not in the engine's model: it has that many rows of embedding and output.
+
+        Raises:
+            UserError: seeds are to count, on a CPU.
         """
+        if config.rollout.deterministic and not cpu.has_cuda():
+            raise UserError(
+                "rollout.deterministic: SGLang on a CPU has no deterministic attention; set it to false, or "
+                "rollout.engine to embedded"
+            )
         self.config, self.group, self.eos, self.vocabulary = config, group, eos_token_ids, vocabulary
         self.directory = config.run_dir / "engines" / str(group.number)
         self._sizes = hf_shapes(replace(spec.shape, vocab=vocabulary))

@@ -62,7 +62,8 @@ class SglangClient:
     async def generate(self, request: Request, sampling: Sampling) -> tuple[Response, ...]:
         """All responses to a prompt, whose keys and values the server computes once.
 
-        Seeds are only counted, unless the server is deterministic: SGLang ignores them otherwise.
+        Seeds are only counted, unless the server is deterministic: SGLang ignores them otherwise. Log-probs are those
+        of the whole distribution with `top_p` too: SGLang takes them before it cuts.
 
         Raises:
             UserError: the API key is wrong, or the server's cache is too small for a longest response.
@@ -146,7 +147,7 @@ def _sampling_params(request: Request, sampling: Sampling, eos: frozenset[int]) 
         "max_new_tokens": request.max_tokens,
         "stop_token_ids": sorted(eos),
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
-        "top_p": 1.0,
+        "top_p": sampling.top_p,
         "top_k": -1,
         "min_p": 0.0,
         "frequency_penalty": 0.0,

@@ -67,6 +67,22 @@ def test_sixteen_samples_have_the_log_probs_of_transformers(
             assert response.weight_versions == (3,) * len(response.ids)
 
 
+def test_top_p_draws_from_the_nucleus_and_keeps_the_log_probs_of_all_tokens(server: SglangServer, model: Model) -> None:
+    answers = ask(server, requests_for(PROMPTS, 32, 12), Sampling(temperature=0.8, top_p=0.5))
+    outside = 0.0
+    for prompt, responses in zip(PROMPTS, answers, strict=True):
+        for response in responses:
+            expected = logprobs(model[1], prompt, response, 0.8)
+            torch.testing.assert_close(torch.tensor(response.logprobs), expected, atol=1e-4, rtol=0)
+            logits = model[1](torch.tensor([prompt + response.ids])).logits[0, len(prompt) - 1 : -1] / 0.8
+            whole = logits.double().softmax(-1)
+            likelier = whole * (whole > expected.double().exp().unsqueeze(-1) + 1e-6)
+            assert (likelier.sum(-1) < 0.5 + 1e-4).all()  # what is likelier had not reached top_p
+            outside += float((1 - whole.max(-1).values).sum())
+    assert outside > 100  # so many tokens, at least, would not be the likeliest if all were drawn from
+    assert len({response.ids for responses in answers for response in responses}) > 16
+
+
 def test_a_response_ends_with_its_end_token_or_at_the_budget(server: SglangServer) -> None:
     responses = [
         r for rs in ask(server, requests_for(PROMPTS, 16, 12), Sampling(), frozenset({EOS, 7, 8, 9})) for r in rs

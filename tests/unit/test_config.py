@@ -176,6 +176,9 @@ def test_an_empty_recipe_lacks_what_is_required(tmp_path: Path) -> None:
     assert "3 more" in refusal(path)
 
 
+SEEDED = ["rollout.engine=sglang", "rollout.deterministic=true"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -188,6 +191,11 @@ def test_an_empty_recipe_lacks_what_is_required(tmp_path: Path) -> None:
         (["rollout.prompts_per_step=3", "algorithm.updates_per_rollout=4"], "needs at least as many groups"),
         (["algorithm.correction.cap=3", "algorithm.old_logprobs=rollout"], "algorithm.correction: with algorithm.old_"),
         (["trainer.lr_warmup_steps=4", "trainer.lr_warmup_rollout_steps=2"], "set one of the two"),
+        (
+            [*SEEDED, "rollout.sglang.extra_args=[--attention-backend,torch_native]"],
+            "rollout.deterministic: SGLang's attention backend torch_native (rollout.sglang.extra_args) has no",
+        ),
+        ([*SEEDED, "rollout.sglang.extra_args=[--attention-backend=flashmla]"], "attention backend flashmla"),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(overrides: list[str], said: str, tmp_path: Path) -> None:
@@ -228,6 +236,9 @@ def test_a_function_of_ones_own_may_be_named_but_is_no_preset(tmp_path: Path) ->
         ["algorithm.old_logprobs=rollout"],
         ["trainer.lr_warmup_steps=4"],
         ["trainer.lr_warmup_rollout_steps=2"],
+        SEEDED,
+        [*SEEDED, "rollout.sglang.extra_args=[--attention-backend,triton]"],
+        ["rollout.deterministic=true", "rollout.sglang.extra_args=[--attention-backend,torch_native]"],
     ],
 )
 def test_one_of_two_that_exclude_each_other_is_taken(overrides: list[str], tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ import math
 from collections.abc import Iterator, Sequence
 
 import pytest
+from torch.distributed import HashStore
 
 from megatron_rl.errors import UserError
 from megatron_rl.rollout import parity as module
 from megatron_rl.rollout.engine import Request, Sampling
 from megatron_rl.rollout.groups import EngineGroup
 from megatron_rl.rollout.parity import Alarms, Distance, Parity, Reading, choose_probe, distance, make_parity, read
+from megatron_rl.rollout.waiting import EngineWait
 from megatron_rl.types import Prompt, Response
 from tests.tiny import run_config
 
@@ -145,9 +147,9 @@ def test_rounding_has_no_trend() -> None:
 
 def test_the_limit_is_by_dtype_unless_it_is_set() -> None:
     def limit(**sections: object) -> float:
-        group = EngineGroup(rank=0, size=1, world=1)
+        wait = EngineWait(HashStore(), EngineGroup(rank=0, size=1, world=1), timeout_s=9)
         config = run_config(**sections)
-        return make_parity(config, [prompt(1, 2)], 31, None, group, print).alarms.limit  # type: ignore[arg-type]
+        return make_parity(config, [prompt(1, 2)], 31, None, wait, print).alarms.limit  # type: ignore[arg-type]
 
     assert limit(trainer={"dtype": "float32"}) == 1e-3
     assert limit(trainer={"dtype": "bfloat16"}) == 0.05
@@ -191,8 +193,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parity_of(engine: Scripted) -> Parity:
-    group = EngineGroup(rank=0, size=1, world=1)
-    return Parity([(1, 2, 3)], engine, group, Alarms(0.05), print)  # type: ignore[arg-type]
+    wait = EngineWait(HashStore(), EngineGroup(rank=0, size=1, world=1), timeout_s=9)
+    return Parity([(1, 2, 3)], engine, wait, Alarms(0.05), print)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("alone")

@@ -68,6 +68,25 @@ def test_a_reply_becomes_a_response() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("sampling", "asked"),
+    [
+        (Sampling(), {"temperature": 1.0, "top_p": 1.0, "top_k": -1}),
+        (Sampling(temperature=0.6, top_p=0.95), {"temperature": 0.6, "top_p": 0.95, "top_k": -1}),
+        (Sampling(greedy=True), {"temperature": 0.0, "top_p": 1.0, "top_k": -1}),
+    ],
+)
+def test_how_tokens_are_drawn_is_asked_for(sampling: Sampling, asked: dict[str, float]) -> None:
+    bodies: list[dict[str, Any]] = []
+
+    async def answer(number: int, body: dict[str, Any]) -> Any:
+        bodies.append(body)
+        return REPLY
+
+    asyncio.run(run_against(answer, lambda client: client.generate(REQUEST, sampling)))
+    assert bodies[0]["sampling_params"] | asked == bodies[0]["sampling_params"]
+
+
 def test_a_response_that_was_cut_short_is_told() -> None:
     async def answer(number: int, body: dict[str, Any]) -> Any:
         return REPLY
