@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +25,7 @@ from megatron_rl.rollout.sglang_buckets import ALIGNMENT, BUCKET_BYTES, Buckets
 from megatron_rl.rollout.sglang_client import SglangClient
 from megatron_rl.rollout.sglang_control import SglangControl
 from megatron_rl.rollout.sglang_server import SglangServer, local_gpus
-from megatron_rl.training import cpu
+from megatron_rl.training import cpu, setup
 from megatron_rl.training.hf_config import ModelSpec
 from megatron_rl.training.model import DTYPES
 from megatron_rl.types import Response
@@ -100,13 +99,13 @@ class SglangEngine:
     def _start_server(self) -> None:
         model = self.directory / "model"
         write_engine_model(model, self.config.model.path, self.vocabulary, self.eos)
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.group.world))
+        local = self.group.rank % setup.ranks_per_node()
         self._server = SglangServer(
             self.config.rollout.sglang,
             model,
-            number=self.group.rank % per_node // self.group.size,
+            number=local // self.group.size,
             tensor_parallel_size=self.group.size,
-            gpus=local_gpus(self.group.rank % per_node, self.group.size),
+            gpus=local_gpus(local, self.group.size),
             dtype=self.config.trainer.dtype,
             deterministic=self.config.rollout.deterministic,
             log_file=self.directory / "server.log",
@@ -247,9 +246,14 @@ class SglangEngine:
             raise RuntimeError("only the rank that leads the engine asks it")
         replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
         closed = threading.Event()
-        asker = threading.Thread(
-            target=lambda: asyncio.run(self._ask(server, asked, answer, replies, closed)), name="sglang", daemon=True
-        )
+
+        def ask() -> None:
+            try:
+                asyncio.run(self._ask(server, asked, answer, replies, closed))
+            except BaseException as error:  # whatever it is, who waits must hear of it
+                replies.put(error)
+
+        asker = threading.Thread(target=ask, name="sglang", daemon=True)
         asker.start()
         try:
             for _ in asked:

@@ -37,6 +37,7 @@ def test_a_run_samples_with_a_server_for_each_rank(job: Job) -> None:
     for row in read_metrics(run / "metrics.jsonl"):
         assert row["train/grad_norm"] > 0
         assert row["mismatch/logprob_abs"] < 1e-5  # in every step the weights are the trainer's
+        assert 0 < row["parity/max"] < 1e-4
     for engine in (0, 1):
         log = run / f"engines/{engine}/server.log"
         assert "POST /update_weights_from_tensor" in log.read_text()

@@ -33,8 +33,10 @@ def whole_model(trainer: Trainer, directory: Path) -> Qwen2ForCausalLM:
     return model
 
 
-def check_answers(engine: SglangEngine, model: Qwen2ForCausalLM, version: int) -> None:
-    """Greedy answers, samples and scores are those of the weights that were pushed."""
+def check_answers(
+    engine: SglangEngine, model: Qwen2ForCausalLM, of_trainer: list[tuple[float, ...]], version: int
+) -> None:
+    """Greedy answers, samples and scores are those of the weights that were pushed, by transformers and the trainer."""
     requests = [Request(prompt_ids=prompt, seeds=tuple(range(16)), max_tokens=12) for prompt in PROMPTS]
     for sampling in (Sampling(greedy=True), Sampling(temperature=0.8)):
         answers = list(engine.generate(requests, sampling))
@@ -47,7 +49,8 @@ def check_answers(engine: SglangEngine, model: Qwen2ForCausalLM, version: int) -
             expected = (logits / sampling.temperature).log_softmax(-1)[range(len(response.ids)), list(response.ids)]
             torch.testing.assert_close(torch.tensor(response.logprobs), expected, atol=1e-4, rtol=0)
             assert response.weight_versions == (version,) * len(response.ids)
-    for ids, scores in zip(PROMPTS, engine.score(PROMPTS), strict=True):
+    for ids, scores, expected_scores in zip(PROMPTS, engine.score(PROMPTS), of_trainer, strict=True):
+        torch.testing.assert_close(torch.tensor(scores), torch.tensor(expected_scores), atol=1e-4, rtol=0)
         logits = model(torch.tensor([ids])).logits[0, :-1, :VOCABULARY].log_softmax(-1)
         torch.testing.assert_close(torch.tensor(scores), logits[range(len(ids) - 1), list(ids[1:])], atol=1e-4, rtol=0)
 
@@ -79,9 +82,9 @@ def main() -> None:
             engine.wake()
             push_weights(trainer.model, spec.shape, engine, version)
             engine.resume()
-            model = whole_model(trainer, config.model.path)
+            model, of_trainer = whole_model(trainer, config.model.path), trainer.score(PROMPTS)
             if group.leads:
-                check_answers(engine, model, version)
+                check_answers(engine, model, of_trainer, version)
                 print(f"version {version} is right", flush=True)
             engine.sleep()
             with torch.no_grad():
