@@ -44,7 +44,7 @@ test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu -rs tests/gpu
 
 test-sglang: $(READY) sglang-env
-	$(BIN)/python -m pytest -m sglang -rs tests/engines
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sglang -rs tests/engines  # the servers want the other core
 
 sglang-env: $(SGLANG)/installed
 

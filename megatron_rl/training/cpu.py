@@ -42,9 +42,9 @@ _FACTORIES = (
 _installed = False
 
 SGLANG_ARGUMENTS = (
-    "--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-cuda-graph".split()
-)
-"""What makes an SGLang server compute on a CPU."""
+    "--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-cuda-graph --sleep-on-idle"
+).split()
+"""What makes an SGLang server compute on a CPU, and leave it to the trainer while it has nothing to do."""
 
 
 def has_cuda() -> bool:
