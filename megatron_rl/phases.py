@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal, Protocol
 
 from megatron_rl.rollout.engine import Engine
@@ -70,7 +71,7 @@ class Phases:
         elif phase == "rollout":
             self.engine.resume()
         self.phase = phase
-        peak = Peak(cpu.used_bytes)
+        peak = Peak(partial(cpu.used_bytes, cpu.device()))  # a new thread would look at the first GPU
         with peak.watch():
             yield
         self._peaks[phase] = max(self._peaks[phase], peak.bytes / GB)

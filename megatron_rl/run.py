@@ -106,7 +106,7 @@ class Run:
         self.writer: RunWriter | None = None
         self._saved_step = 0
         with ExitStack() as started:
-            self._from_leader(lambda: started.enter_context(RunLock(config.run_dir)) and None)
+            self._from_leader(lambda: self._take_run_dir(started))
             started.callback(self.engine.stop)
             # On a GPU the engine takes its memory first and gives it back; then the trainer allocates.
             self.engine.start()
@@ -142,6 +142,9 @@ class Run:
             self.stream.position = state.prompts_drawn
             self.progress.say(f"going on after step {self.step}, from {newest}")
         self._from_leader(self._open_files)
+
+    def _take_run_dir(self, until: ExitStack) -> None:
+        until.enter_context(RunLock(self.config.run_dir))
 
     def _open_files(self) -> None:
         replace_text(self.config.run_dir / "config.yaml", dump_config(self.config))

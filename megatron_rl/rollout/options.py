@@ -28,7 +28,7 @@ class SglangConfig(Section):
     """Interpreter that has sglang, of another virtual environment perhaps; `null`: the one that runs this program."""
 
     host: str = "127.0.0.1"
-    """Address that servers listen on: loopback, or a private address of the node."""
+    """Address that servers listen on: loopback, or a private address of the node; with several nodes loopback."""
 
     port: Annotated[int, Field(ge=1024, le=65535)] | None = None
     """Port of a node's first server, the next ones take those after it; `null`: any that are free."""

@@ -230,18 +230,20 @@ class Parity:
         return reading
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, int, Response]]:
-        """The engine's responses (see `Engine`), none of them sampled with other weights than were pushed.
+        """The engine's responses (see `Engine`), whole, and none of them sampled with other weights than were pushed.
 
         Raises:
-            RuntimeError: the newest weights in a response are of another update.
+            RuntimeError: a token's weights are of another update, or a response was aborted.
         """
         for number, sample, response in self.engine.generate(requests, sampling):
-            newest = max(response.weight_versions, default=self.version)
-            if newest != self.version:
+            other = set(response.weight_versions) - {self.version}
+            if other:
                 raise RuntimeError(
-                    f"engine {self.group.number} sampled with weights of version {newest}; version {self.version} was "
-                    "pushed"
+                    f"engine {self.group.number} sampled with weights of version {max(other)}; version {self.version} "
+                    "was pushed"
                 )
+            if response.finish_reason == "abort":  # a part of an answer; nobody asked for that
+                raise RuntimeError(f"engine {self.group.number} aborted a response after {len(response.ids)} tokens")
             yield number, sample, response
 
 

@@ -140,13 +140,12 @@ class SglangEngine:
 
     def score(self, sequences: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
         """See `Engine`."""
-        scores: dict[int, tuple[float, ...]] = {}
 
-        async def answer(client: SglangClient, one: tuple[int, tuple[int, ...]]) -> Any:
-            return one[0], await client.score(one[1])
+        async def answer(client: SglangClient, ids: tuple[int, ...]) -> Any:
+            return await client.score(ids)
 
-        scores.update(self._replies(list(enumerate(sequences)), answer))
-        return [scores[number] for number in range(len(sequences))]
+        # One after another: how requests meet in a batch would change their rounding from update to update.
+        return [scores for ids in sequences for scores in self._replies([ids], answer)]
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See `Engine`. A collective of the group: each rank hands the whole tensors to the TP rank on its own GPU.
@@ -164,9 +163,7 @@ class SglangEngine:
             payloads = self._gathered(self._buckets.payload(held))
             if self._control:
                 self._control.update(payloads, version=version if last else None)
-                if cpu.has_cuda():
-                    self._control.wait_for_copies(held[-1].name)
-            self._meet()  # the buffer is free again
+            self._meet()  # in shared memory the buffer is free again
         if missing:
             raise RuntimeError(f"update_weights: {next(iter(missing))} was not sent")
         if self._control:

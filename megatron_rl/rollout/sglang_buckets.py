@@ -30,7 +30,11 @@ _DEVICE = 6
 
 
 class Buckets:
-    """One buffer that is filled with tensors again and again, and what to tell SGLang about it."""
+    """A buffer that is filled with tensors again and again, and what to tell SGLang about it.
+
+    On a GPU it is another one each time: SGLang may reply before its copies are done, and torch keeps memory that was
+    sent until its reader, having waited for its own stream, lets go of it.
+    """
 
     def __init__(self, device: torch.device, size: int = BUCKET_BYTES) -> None:
         """Take the memory when the first tensor comes.
@@ -46,7 +50,8 @@ class Buckets:
         """Copy tensors into the buffer until it is full.
 
         Yields:
-            (what is in the buffer, whether it is the last); the buffer is filled again when the next is asked for.
+            (what is in the buffer, whether it is the last); in shared memory it is filled again when the next is asked
+            for, so the reply must have come.
         """
         held: list[SimpleNamespace] = []
         end = 0
@@ -54,6 +59,7 @@ class Buckets:
             start = -(-end // ALIGNMENT) * ALIGNMENT
             if held and start + tensor.nbytes > self.size:
                 yield held, False
+                self._let_go()
                 held, start = [], 0
             self._reserve(start + tensor.nbytes)
             end = start + tensor.nbytes
@@ -86,7 +92,12 @@ class Buckets:
         """Give the memory back."""
         self._buffer = torch.empty(0, dtype=torch.uint8)
         if self.device.type == "cuda":
+            torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
+
+    def _let_go(self) -> None:
+        if self.device.type == "cuda":
+            self._buffer = torch.empty(0, dtype=torch.uint8)
             torch.cuda.ipc_collect()
 
     def _reserve(self, size: int) -> None:

@@ -24,6 +24,8 @@ class SglangControl:
             base_url=url,
             headers={"Authorization": f"Bearer {admin_key}"},
             timeout=httpx2.Timeout(TIMEOUT_S, connect=10),
+            # The server closes idle connections after 5 seconds; a call that met that could not be made again.
+            limits=httpx2.Limits(max_keepalive_connections=0),
             trust_env=False,
         )
 
@@ -76,13 +78,6 @@ class SglangControl:
             "flush_cache": version is not None,
         }
         self._post("/update_weights_from_tensor", body | ({} if version is None else {"weight_version": str(version)}))
-
-    def wait_for_copies(self, parameter: str) -> None:
-        """Return when the copies of a bucket are done: on a GPU the reply to `update` may come before.
-
-        A value of a parameter is copied to the host after all that was asked of the GPU before.
-        """
-        self._post("/get_weights_by_name", {"name": parameter, "truncate_size": 1})
 
     def _post(self, path: str, body: Mapping[str, Any]) -> Any:
         name = path.partition("?")[0]

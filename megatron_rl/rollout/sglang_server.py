@@ -209,7 +209,8 @@ def server_environment(
         added: what the config adds; it goes before all others.
     """
     passed = {key: value for key, value in ours.items() if key in PASSED_ON or key.startswith(PASSED_ON_PREFIXES)}
-    of_device = {} if gpus else cpu.sglang_environment(ranks)
+    # Without it the memory saver leaves CUDA graphs where they are.
+    of_device = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"} if gpus else cpu.sglang_environment(ranks)
     return {**passed, "CUDA_VISIBLE_DEVICES": ",".join(gpus), **of_device, **added}
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import Event, Thread
+from contextlib import contextmanager, suppress
 
 from torch.distributed import Store
 
+from megatron_rl.background import repeated
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.groups import EngineGroup
 
@@ -53,7 +53,7 @@ class EngineWait:
                 self.store.delete_key(key)
         self._number += 1
         if leads:
-            with self._beating():
+            with repeated(self._give_sign, every_s=self.beat_s, name="heartbeat"):
                 yield
             self.store.set(self._done(engine), "")  # not where an exception came: it ends the process
         else:
@@ -79,25 +79,9 @@ class EngineWait:
                         )
             time.sleep(min(LONGEST_BETWEEN_POLLS_S, 0.001 + SHARE_LOST_BETWEEN_POLLS * (now - begun)))
 
-    @contextmanager
-    def _beating(self) -> Iterator[None]:
-        over, key = Event(), self._beat(self.group.number)
-
-        def beat() -> None:
-            try:
-                self.store.add(key, 1)
-                while not over.wait(self.beat_s):
-                    self.store.add(key, 1)
-            except RuntimeError:  # the process that holds the store has ended: so will this one
-                return
-
-        thread = Thread(target=beat, name="heartbeat", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
+    def _give_sign(self) -> None:
+        with suppress(RuntimeError):  # the process that holds the store has ended: so will this one
+            self.store.add(self._beat(self.group.number), 1)
 
     def _beat(self, engine: int) -> str:
         return f"rollout/{self._number}/beat/{engine}"

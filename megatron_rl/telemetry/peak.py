@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from megatron_rl.background import repeated
 
 
 class Peak:
@@ -22,22 +23,10 @@ class Peak:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Look at it until the block ends, at its beginning and its end in any case."""
-        over = threading.Event()
-
-        def look() -> None:
-            self.bytes = max(self.bytes, self._read())
-
-        def go_on_looking() -> None:
-            while not over.wait(self._every_s):
-                look()
-
-        look()
-        thread = threading.Thread(target=go_on_looking, name="peak", daemon=True)
-        thread.start()
-        try:
+        """Look at it until the block ends; at its beginning and its end in any case, unless that is an exception."""
+        with repeated(self._look, every_s=self._every_s, name="peak"):
             yield
-        finally:
-            over.set()
-            thread.join()
-            look()
+        self._look()
+
+    def _look(self) -> None:
+        self.bytes = max(self.bytes, self._read())

@@ -24,16 +24,19 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
+import logging
 import os
 import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import psutil
 import torch
 
+log = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 _FACTORIES = (
     "arange as_tensor empty empty_like full full_like linspace ones ones_like "
@@ -70,24 +73,31 @@ def sglang_environment(ranks: int) -> dict[str, str]:
     return {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": bound}
 
 
-def used_bytes() -> int:
-    """Memory in use: of the device, by all processes on it; on a CPU the resident memory of this process."""
-    if has_cuda():
-        free, total = torch.cuda.mem_get_info()
+def used_bytes(of: torch.device) -> int:
+    """Memory in use: of a GPU, by all processes on it; on a CPU the resident memory of this process."""
+    if of.type == "cuda":
+        free, total = torch.cuda.mem_get_info(of)
         return total - free
     return int(psutil.Process().memory_info().rss)
 
 
-def wait_until_free(timeout_s: float = 30.0) -> None:
-    """Return when the device's memory in use has stopped falling: another process gives it back after it said so."""
-    deadline = time.monotonic() + timeout_s
-    before = used_bytes()
-    while has_cuda() and time.monotonic() < deadline:
-        time.sleep(0.2)
-        now = used_bytes()
-        if now >= before:
+def wait_until_free() -> None:
+    """Return when the GPU's memory in use has stopped falling: other processes give it back after they said so."""
+    if has_cuda():
+        wait_until_settled(partial(used_bytes, device()))
+
+
+def wait_until_settled(read: Callable[[], int], *, quiet_s: float = 1.0, timeout_s: float = 30.0) -> None:
+    """Return when `read` has not fallen for `quiet_s`; warn if it still falls after `timeout_s`."""
+    begun = fell = time.monotonic()
+    lowest = read()
+    while time.monotonic() - fell < quiet_s:
+        if time.monotonic() - begun > timeout_s:
+            log.warning("the GPU's memory in use still falls after %g s, to %.1f GB", timeout_s, lowest / 1e9)
             return
-        before = now
+        time.sleep(quiet_s / 10)
+        if (now := read()) < lowest:
+            lowest, fell = now, time.monotonic()
 
 
 def install() -> None:

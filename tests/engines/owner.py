@@ -1,4 +1,7 @@
-"""A program that owns a server and ends in one of several ways: python -m tests.engines.owner HOW CONFIG MODEL LOG."""
+"""A program that owns a server of TP 2 and ends in one of several ways.
+
+python -m tests.engines.owner HOW CONFIG MODEL LOG
+"""
 
 import sys
 import time
@@ -13,7 +16,7 @@ def main() -> None:
     how, config, model, log = sys.argv[1:]
     options = SglangConfig.model_validate_json(config)
     server = SglangServer(
-        options, Path(model), number=0, tensor_parallel_size=1, gpus=(), dtype="float32", log_file=Path(log)
+        options, Path(model), number=0, tensor_parallel_size=2, gpus=(), dtype="float32", log_file=Path(log)
     )
     try:
         server.start()

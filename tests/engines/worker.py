@@ -6,14 +6,18 @@ torchrun --standalone --nproc-per-node 2 -m tests.engines.worker tp2|pp2 DIRECTO
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from megatron_rl.errors import UserError
 from megatron_rl.resharding.sync import push_weights
 from megatron_rl.rollout.engine import Request, Sampling
 from megatron_rl.rollout.groups import EngineGroup
+from megatron_rl.rollout.parity import Alarms, Parity
 from megatron_rl.rollout.sglang import SglangEngine
+from megatron_rl.rollout.waiting import EngineWait
 from megatron_rl.training import setup
 from megatron_rl.training.hf_config import read_model_spec
 from megatron_rl.training.trainer import Trainer
@@ -55,6 +59,22 @@ def check_answers(
         torch.testing.assert_close(torch.tensor(scores), logits[range(len(ids) - 1), list(ids[1:])], atol=1e-4, rtol=0)
 
 
+@torch.no_grad()
+def change(trainer: Trainer, version: int) -> None:
+    """Other weights."""
+    for number, parameter in enumerate(trainer.parameters()):
+        generator = torch.Generator().manual_seed(100 * version + number)
+        parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
+def check_stale(parity: Parity, trainer: Trainer) -> None:
+    """A server that did not get an update is found out."""
+    change(trainer, 77)
+    parity.expect(trainer.score(PROMPTS), 3)
+    with pytest.raises(UserError, match="engine 0 has the weights of the update before"):
+        parity.check(3)
+
+
 def main() -> None:
     """Three updates: the first, and two with other weights, each through a sleep."""
     layout, directory, python = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
@@ -78,6 +98,8 @@ def main() -> None:
         engine.sleep()
         trainer = Trainer(config, spec, VOCABULARY)
         engine._buckets.size = 30_000  # many, not one
+        wait = EngineWait(dist.distributed_c10d._get_default_store(), group, timeout_s=60)
+        parity = Parity(PROMPTS, engine, wait, Alarms(1e-3), print)
         for version in (0, 1, 2):
             engine.wake()
             push_weights(trainer.model, spec.shape, engine, version)
@@ -86,11 +108,12 @@ def main() -> None:
             if group.leads:
                 check_answers(engine, model, of_trainer, version)
                 print(f"version {version} is right", flush=True)
+            parity.expect(of_trainer, version)
+            parity.check(version)
+            if version == 2:
+                check_stale(parity, trainer)
             engine.sleep()
-            with torch.no_grad():
-                for number, parameter in enumerate(trainer.parameters()):
-                    generator = torch.Generator().manual_seed(100 * version + number)
-                    parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+            change(trainer, version)
     finally:
         engine.stop()
     setup.stop()

@@ -32,9 +32,12 @@ def engine(model: Path, joined: None, tmp_path_factory: pytest.TempPathFactory) 
     )
     group = EngineGroup(rank=0, size=1, world=1)
     running = SglangEngine(config, read_model_spec(model), group, eos_token_ids=frozenset({2}), vocabulary=VOCABULARY)
+    before = cpu.used_bytes(cpu.device())
     try:
         running.start()
         running.sleep()
+        # Graphs too are given back; what CUDA and SGLang's processes work in stays.
+        assert cpu.used_bytes(cpu.device()) - before < 3e9
         yield running
     finally:
         running.stop()
@@ -69,12 +72,12 @@ def test_sglang_takes_weights_by_cuda_ipc(engine: SglangEngine, model: Path) -> 
 
 
 def test_sglang_sleeps_in_bytes_of_the_device(engine: SglangEngine, model: Path) -> None:
-    asleep = cpu.used_bytes()
+    asleep = cpu.used_bytes(cpu.device())
     awake(engine, weights(model), 4)
     total = torch.cuda.mem_get_info()[1]
-    assert cpu.used_bytes() - asleep > 0.3 * total  # half of it is the engine's, less what CUDA works in
+    assert cpu.used_bytes(cpu.device()) - asleep > 0.3 * total  # half of it is the engine's, less what CUDA works in
     engine.sleep()
-    assert abs(cpu.used_bytes() - asleep) < 0.01 * total
+    assert abs(cpu.used_bytes(cpu.device()) - asleep) < 0.01 * total
 
 
 def test_sglang_cuda_graphs_after_a_sleep(engine: SglangEngine, model: Path) -> None:

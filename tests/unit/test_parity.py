@@ -12,7 +12,7 @@ from megatron_rl.rollout.engine import Request, Sampling
 from megatron_rl.rollout.groups import EngineGroup
 from megatron_rl.rollout.parity import Alarms, Distance, Parity, Reading, choose_probe, distance, make_parity, read
 from megatron_rl.rollout.waiting import EngineWait
-from megatron_rl.types import Prompt, Response
+from megatron_rl.types import FinishReason, Prompt, Response
 from tests.tiny import run_config
 
 LN2 = math.log(2)
@@ -166,6 +166,7 @@ class Scripted:
         self.scores: list[tuple[float, ...]] = [(-1.0, -2.0)]
         self.asked = 0
         self.versions: tuple[int, ...] = (version,)
+        self.finish_reason: FinishReason = "stop"
 
     def score(self, sequences: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
         self.asked += 1
@@ -176,7 +177,9 @@ class Scripted:
         yield (
             0,
             0,
-            Response(ids=(5,) * n, logprobs=(-1.0,) * n, finish_reason="stop", weight_versions=self.versions),
+            Response(
+                ids=(5,) * n, logprobs=(-1.0,) * n, finish_reason=self.finish_reason, weight_versions=self.versions
+            ),
         )
 
 
@@ -223,8 +226,8 @@ def test_an_engine_that_ignores_an_update_is_stuck() -> None:
         parity.check(3)
 
 
-@pytest.mark.parametrize("versions", [(1,), (0, 1, 1), ()])
-def test_responses_of_the_pushed_weights_pass_begun_before_or_not(versions: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("versions", [(1,), (1, 1, 1), ()])
+def test_responses_of_the_pushed_weights_pass(versions: tuple[int, ...]) -> None:
     engine = Scripted()
     engine.versions = versions
     parity = parity_of(engine)
@@ -232,12 +235,21 @@ def test_responses_of_the_pushed_weights_pass_begun_before_or_not(versions: tupl
     assert [answer.weight_versions for _, _, answer in parity.generate([], Sampling())] == [versions]
 
 
-@pytest.mark.parametrize("versions", [(0,), (1, 2), (0, 0)])
+@pytest.mark.parametrize("versions", [(0,), (1, 2), (0, 0), (0, 1, 1)])
 def test_responses_of_other_weights_are_refused(versions: tuple[int, ...]) -> None:
     engine = Scripted()
     engine.versions = versions
     parity = parity_of(engine)
     parity.expect([(-1.0, -2.0)], version=1)
-    expected = f"engine 0 sampled with weights of version {max(versions)}; version 1 was pushed"
+    expected = f"engine 0 sampled with weights of version {max({*versions} - {1})}; version 1 was pushed"
     with pytest.raises(RuntimeError, match=expected):
+        list(parity.generate([], Sampling()))
+
+
+def test_a_part_of_an_answer_is_refused() -> None:
+    engine = Scripted()
+    engine.finish_reason = "abort"
+    parity = parity_of(engine)
+    parity.expect([(-1.0, -2.0)], version=1)
+    with pytest.raises(RuntimeError, match="engine 0 aborted a response after 1 tokens"):
         list(parity.generate([], Sampling()))

@@ -169,6 +169,7 @@ def test_of_our_environment_little_is_passed_on() -> None:
         "PATH": "/bin",
         "NCCL_SOCKET_IFNAME": "eth0",
         "CUDA_VISIBLE_DEVICES": "4,5",
+        "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
         "SGLANG_X": "1",
     }
 
