@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import secrets
 import signal
 import socket
@@ -30,6 +31,10 @@ join the trainer's store and hang) or the trainer's (OMP_NUM_THREADS, PYTORCH_CU
 
 PASSED_ON_PREFIXES = ("NCCL_", "NVIDIA_")
 """What the node's links and containers ask for holds for both."""
+
+PORTS = range(12_000, 22_000)
+"""Where a port is sought: the server listens only when it is healthy, and until then every connection that this node
+makes could take one of the kernel's own range. SGLang's other ports lie above."""
 
 END_TIMEOUT_S = sglang_child.GRACE_S + 25
 """How long the child may take to end all that it looks after."""
@@ -72,7 +77,8 @@ class SglangServer:
         self.number, self.tensor_parallel_size, self.gpus = number, tensor_parallel_size, tuple(gpus)
         self.dtype, self.deterministic = dtype, deterministic
         self.url = ""
-        self.api_key, self.admin_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+        # In hex: one that began with "-" would be an option on SGLang's command line.
+        self.api_key, self.admin_key = secrets.token_hex(32), secrets.token_hex(32)
         self._child: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
@@ -113,17 +119,20 @@ class SglangServer:
 
     def _port(self) -> int:
         """The port, which nobody uses at this moment."""
-        wanted = self.config.port + self.number if self.config.port else 0
-        with socket.socket(socket.AF_INET6 if ":" in self.config.host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server: past connections don't count
-            try:
-                probe.bind((self.config.host, wanted))
-            except OSError as error:
-                raise UserError(
-                    f"rollout.sglang: can't listen on {self.config.host} port {wanted} ({error.strerror}); set "
-                    "rollout.sglang.port to a free one, or to null, and rollout.sglang.host to an address of this node"
-                ) from None
-            return probe.getsockname()[1]
+        refused = ""
+        for port in [self.config.port + self.number] if self.config.port else random.sample(PORTS, 64):
+            with socket.socket(socket.AF_INET6 if ":" in self.config.host else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server sets it
+                try:
+                    probe.bind((self.config.host, port))
+                except OSError as error:
+                    refused = f"port {port} ({error.strerror})"
+                else:
+                    return port
+        raise UserError(
+            f"rollout.sglang: can't listen on {self.config.host} {refused}; set rollout.sglang.port to a free one, or "
+            "to null, and rollout.sglang.host to an address of this node"
+        )
 
     def _launch(self, port: int) -> "subprocess.Popen[str]":
         python = str(self.config.python or sys.executable)

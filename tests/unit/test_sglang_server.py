@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.options import SglangConfig
-from megatron_rl.rollout.sglang_server import SglangServer, server_environment
+from megatron_rl.rollout.sglang_server import PORTS, SglangServer, server_environment
 from tests.engines.processes import left_behind, writing_to
 
 HEALTHY = """
@@ -50,10 +50,17 @@ def server_of(program: str, directory: Path, **options: object) -> SglangServer:
     )
 
 
+def test_no_key_looks_like_an_option(tmp_path: Path) -> None:
+    servers = [server_of("", tmp_path) for _ in range(500)]
+    assert not [key for server in servers for key in (server.api_key, server.admin_key) if key.startswith("-")]
+    assert len({server.api_key for server in servers}) == 500
+
+
 def test_it_starts_and_ends_with_all_descendants(tmp_path: Path) -> None:
     server = server_of(HEALTHY, tmp_path)
     server.start()
     server.check()
+    assert int(server.url.rpartition(":")[2]) in PORTS
     assert len(writing_to(server.log_file)) == 3
     begun = time.monotonic()
     server.stop()
