@@ -67,6 +67,7 @@ bench-trainer: $(READY)
 	$(BIN)/python -m tests.benchmarks.bench_logprobs
 	$(BIN)/python -m tests.benchmarks.bench_schedule
 	$(BIN)/python -m tests.benchmarks.bench_sleep
+	$(BIN)/python -m tests.benchmarks.bench_delivery
 	$(BIN)/torchrun --standalone --nproc-per-node 2 -m tests.benchmarks.one_layer
 
 # docs/config.md is made from the texts in megatron_rl/config.py
