@@ -58,6 +58,9 @@ class RewardConfig(Section):
     right: float = 1.0
     """Reward of a right answer."""
 
+    max_ungraded: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """A step with a larger share of answers without a grade ends the run."""
+
     learned: bool = False
     """The grader is a learned or a remote model rather than a rule. It decides nothing; it warns of training without
     KL, which rests on rule-based rewards."""
@@ -97,7 +100,21 @@ class RolloutConfig(Section):
     """Divides the logits, in engine and trainer alike."""
 
     max_rounds: Positive = 10
-    """With dynamic sampling: how many times further prompts may be drawn for one step."""
+    """With dynamic sampling: in how many rounds prompts are drawn for one step. A round draws what the keep rate of the
+    steps before says is needed, four batches at most."""
+
+    when_short: Literal["train_partial", "continue", "raise"] = "train_partial"
+    """With dynamic sampling, when the batch is not full after them: train on what there is, with a warning; go on
+    drawing; or end the run."""
+
+    max_staleness: NotNegative = 0
+    """For how many steps after it was drawn a group may still be trained on. 0: only in its own; what is kept beyond
+    the batch is thrown away and counted. Otherwise it comes first in the next step's, and all that was drawn is sampled
+    to its end."""
+
+    partial: bool = False
+    """Answers that are unfinished when the batch is certain pause, and are continued first in the next step, with other
+    weights: see `algorithm.correction`. Needs `max_staleness` of 1 or more; beyond it they are begun anew."""
 
     max_concurrent: Positive = 512
     """Responses that the embedded engine samples at once."""
@@ -340,6 +357,11 @@ class Config(Section):
             raise ValueError(
                 f"algorithm.soft_overlong.buffer ({algorithm.soft_overlong.buffer}) is longer than "
                 f"rollout.max_response_tokens ({rollout.max_response_tokens}); lower it or set soft_overlong to null"
+            )
+        if rollout.partial and not rollout.max_staleness:
+            raise ValueError(
+                "rollout.partial: what is continued in the next step is one step old there; set rollout.max_staleness "
+                "to 1 or more"
             )
         if self.rewards.wrong >= self.rewards.right:
             raise ValueError(f"rewards.wrong ({self.rewards.wrong}) must be below rewards.right ({self.rewards.right})")

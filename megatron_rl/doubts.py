@@ -22,4 +22,10 @@ def doubts(config: Config) -> list[str]:
             "algorithm.kl.place=reward with an advantage that divides by the standard deviation: in a group of equal "
             "scores nothing but KL is left, and it is scaled up to full size; take advantage=dr_grpo or place=loss"
         )
+    off_policy = config.rollout.max_staleness > 0 and config.algorithm.old_logprobs == "trainer"
+    if off_policy and config.algorithm.correction is None:
+        found.append(
+            "rollout.max_staleness: tokens that older weights sampled are trained on as if the current ones had; set "
+            "algorithm.correction (for example algorithm.correction={}), or algorithm.old_logprobs=rollout"
+        )
     return found

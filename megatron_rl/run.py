@@ -21,12 +21,14 @@ from megatron_rl.errors import UserError
 from megatron_rl.files import replace_text
 from megatron_rl.phases import Phases
 from megatron_rl.resharding.hf_files import HfReader, write_hf
-from megatron_rl.rewards.graders import load_grader
+from megatron_rl.rewards.pool import GraderPool
 from megatron_rl.rollout.collector import Collector, Rollout
 from megatron_rl.rollout.delivery import ALL, bring_groups, deliver
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.engines import make_engine
 from megatron_rl.rollout.groups import EngineGroup, check_engine_groups
+from megatron_rl.rollout.leftover import Leftover, write_tokens
+from megatron_rl.rollout.leftover import read as read_leftover
 from megatron_rl.rollout.parity import make_parity
 from megatron_rl.rollout.sampler import GroupSampler
 from megatron_rl.rollout.waiting import EngineWait
@@ -52,6 +54,9 @@ from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Prompt
 
 T = TypeVar("T")
+
+LEFTOVER = "leftover_"
+"""Files of a checkpoint: tokens of what is carried over, by rank."""
 
 
 class Run:
@@ -100,14 +105,19 @@ class Run:
         store = dist.distributed_c10d._get_default_store()
         wait = EngineWait(store, group, timeout_s=config.rollout.heartbeat_timeout_s)
         self.parity = make_parity(config, data.prompts, vocabulary, self.engine, wait, self.progress.say)
-        self.sampler = GroupSampler(self.parity, wait, grader, tokenizer, config.seed)
-        self.stream = PromptStream(data.prompts, config.seed)
-        self.collector = Collector(self.sampler, self.stream, config, self.progress.say)
+        self.pool = GraderPool(config.rewards)
+        self.sampler = GroupSampler(self.engine, wait, self.pool, tokenizer, self.parity)
+        self.prompts = data.prompts
+        stream = PromptStream(data.prompts, config.seed)
+        self.collector = Collector(self.sampler, stream, config, self.progress.say)
         self.writer: RunWriter | None = None
         self._saved_step = 0
         with ExitStack() as started:
             self._from_leader(lambda: self._take_run_dir(started))
             started.callback(self.engine.stop)
+            started.callback(self.pool.close)
+            if group.leads:
+                self.pool.start()
             # On a GPU the engine takes its memory first and gives it back; then the trainer allocates.
             self.engine.start()
             self.engine.sleep()
@@ -139,7 +149,7 @@ class Run:
             state = read_run_state(newest, self.fixed)
             load_checkpoint(newest, self.trainer, state)
             self.step = self._saved_step = state.step
-            self.stream.position = state.prompts_drawn
+            self.collector.restore(state.collector, self._read_leftover(newest, state))
             self.progress.say(f"going on after step {self.step}, from {newest}")
         self._from_leader(self._open_files)
 
@@ -231,13 +241,29 @@ class Run:
         state = RunState(
             step=self.step,
             updates=self.trainer.updates_done,
-            prompts_drawn=self.stream.position,
+            collector=self.collector.state(),
             fixed=self.fixed,
         )
         with self.phases.enter("train"):
-            path = save_checkpoint(self.config, self.trainer, state)
+            path = save_checkpoint(
+                self.config,
+                self.trainer,
+                state,
+                also=lambda directory: write_tokens(
+                    directory / f"{LEFTOVER}{dist.get_rank():05d}.safetensors", self.collector.leftover
+                ),
+            )
         self._saved_step = self.step
         self.progress.say(f"saved {path} in {time.perf_counter() - begun:.1f}s")
+
+    def _read_leftover(self, checkpoint: Path, state: RunState) -> Leftover:
+        return read_leftover(
+            sorted(checkpoint.glob(f"{LEFTOVER}*.safetensors")),
+            state.collector["leftover"],
+            {prompt.index: prompt for prompt in self.prompts},
+            self.sampler.wait.group,
+            self.sampler.decode,
+        )
 
     def export(self) -> None:
         """Write the trained model as a Hugging Face directory. A collective."""

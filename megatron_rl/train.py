@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
 from megatron_rl.config import Config
 from megatron_rl.evaluation.heldout import evaluate
 from megatron_rl.resharding.sync import push_weights
+from megatron_rl.rollout.sampler import EnginesGoneError
 from megatron_rl.run import Run
+from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.training.batch import make_batch
+
+T = TypeVar("T")
 
 
 def train(config: Config) -> bool:
@@ -26,10 +34,8 @@ def train(config: Config) -> bool:
                 return False
             step = run.step + 1
 
-            sync_weights(run)
-            with run.phases.enter("rollout"):  # prompts → responses → rewards → groups kept
-                parity = run.parity.check(step)  # engine and trainer agree, or the run ends
-                rollout = run.collector.collect(step)
+            # prompts → responses → rewards → groups kept
+            rollout, parity = with_engines(run, step, partial(run.collector.collect, step))
             metrics = rollout.metrics
             metrics.merge(parity)
 
@@ -60,12 +66,30 @@ def sync_weights(run: Run) -> None:
         run.parity.expect(run.trainer.score(run.parity.probe), version=run.trainer.updates_done)
 
 
+def with_engines(run: Run, step: int, act: Callable[[], T | None]) -> tuple[T, MeanMetrics]:
+    """What `act` gives with engines that have the current weights; it gives None when all of them were lost meanwhile.
+
+    Also how engines and trainer agree. An engine that was lost is started again by its leader, and gets its weights
+    with the others'.
+    """
+    while True:
+        sync_weights(run)
+        with run.phases.enter("rollout"):
+            parity = run.parity.check(step)  # engine and trainer agree, or the run ends
+            try:
+                result = act()
+            except EnginesGoneError:
+                run.save()
+                raise
+        if result is not None:
+            return result, parity
+        with run.phases.enter("train"):
+            run.progress.say("all engines were lost; they are started again and get the weights once more")
+
+
 def evaluate_heldout(run: Run) -> None:
     """avg@k of the current weights, if there are held-out prompts."""
     if run.heldout:
-        sync_weights(run)
-        with run.phases.enter("rollout"):
-            parity = run.parity.check(run.step)
-            metrics = evaluate(run.sampler, run.heldout, run.config)
+        metrics, parity = with_engines(run, run.step, lambda: evaluate(run.sampler, run.heldout, run.config))
         metrics.merge(parity)
         run.log_evaluation(metrics)

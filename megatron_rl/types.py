@@ -66,8 +66,13 @@ class Graded:
     text: str = ""
     """Decoded, without special tokens: for graders and people. Empty on other ranks."""
 
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else its grader says. Empty on other ranks."""
+
     @staticmethod
-    def of(response: Response, *, score: float, text: str = "", home: int = 0) -> "Graded":
+    def of(
+        response: Response, *, score: float, text: str = "", details: Mapping[str, Any] | None = None, home: int = 0
+    ) -> "Graded":
         """A response as it is known on its home."""
         return Graded(
             length=len(response.ids),
@@ -76,6 +81,7 @@ class Graded:
             home=home,
             response=response,
             text=text,
+            details=details or {},
         )
 
 

@@ -1,10 +1,10 @@
-"""From prompts to the groups of a training batch: dynamic sampling, in prompt order."""
+"""From prompts to the groups of a training batch: dynamic sampling, in prompt order, over the borders of steps."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from megatron_rl.algorithms.filters import load_filter
 from megatron_rl.config import Config
@@ -12,7 +12,10 @@ from megatron_rl.data.stream import PromptStream
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.engine import Sampling
 from megatron_rl.rollout.figures import sampling_metrics
-from megatron_rl.rollout.sampler import TRAINING_STREAM, Draw, GroupSampler
+from megatron_rl.rollout.leader import Begun, Task, Work
+from megatron_rl.rollout.ledger import TRAINING_STREAM, Carried, Draw, Ledger, Plan, Rates
+from megatron_rl.rollout.leftover import NOTHING, Leftover, leftover_of, to_json
+from megatron_rl.rollout.sampler import GroupSampler
 from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.types import Group
 
@@ -25,7 +28,7 @@ class Rollout:
     """The training batch, in prompt order; fewer than asked for when the rounds ran out."""
 
     sampled: tuple[Group, ...]
-    """All groups that were sampled for it, those left out too."""
+    """All groups that the step is done with, in prompt order: the batch, and those left out before its last one."""
 
     metrics: MeanMetrics
 
@@ -39,58 +42,138 @@ class Collector:
         """Collect from `stream`; `warn` is told, on every rank, when a batch stays short."""
         self.sampler, self.stream, self.config, self.warn = sampler, stream, config, warn
         self.keeps = load_filter(config.algorithm.group_filter)
+        self.leftover = NOTHING
+        self.rates = Rates()
+        self.work = (0, 0)
+        """Tokens and responses that the run's engines sampled, whatever became of them."""
 
-    def collect(self, step: int) -> Rollout:
+        self._begun_anew = 0
+
+    def collect(self, step: int) -> Rollout | None:
         """The groups of rollout step `step`. A collective; the same on every rank.
 
         With `algorithm.dynamic_sampling` groups that are all right or all wrong are left out and further prompts drawn,
-        at most `rollout.max_rounds` times. Kept groups beyond the batch are counted as surplus.
+        in at most `rollout.max_rounds` rounds.
+
+        Returns:
+            None if all engines were lost before it was done: bring them the weights, and call again.
+
+        Raises:
+            UserError: too few answers could be graded, or the batch stays short and `rollout.when_short` is `raise`.
+            EnginesGoneError: an engine was lost too often.
         """
+        if self.sampler.ledger is None:
+            self._begin(step)
+        if not self.sampler.go_on():
+            return None
+        ledger = self.sampler.ledger
+        sampled = self.sampler.end(pause=self.config.rollout.partial)
+        passed = [sampled.groups[number] for number in range(ledger.passed)]
+        self._check_grades(step, passed, sampled.work)
+        self.rates = self.rates.after(ledger.completed(0, ledger.passed))
+        if ledger.plan.surplus != "cancel":
+            self.leftover = leftover_of(ledger, sampled.groups, sampled.begun)
+        batch = [sampled.groups[number] for number in ledger.batch]
+        wanted = self.config.rollout.prompts_per_step
+        if len(batch) < wanted:
+            short = f"step {step}: {len(batch)} of {wanted} groups kept in {ledger.rounds} rounds of sampling"
+            if self.config.rollout.when_short == "raise":
+                raise UserError(f"rollout.max_rounds: {short}; the run stops, its last checkpoint stays")
+            self.warn(f"{short}; training on these")
+        metrics = sampling_metrics(passed)
+        self._add_counts(metrics, step, ledger, sampled.work)
+        return Rollout(groups=tuple(batch), sampled=tuple(passed), metrics=metrics)
+
+    def state(self) -> dict[str, Any]:
+        """What the next step depends on, as JSON; the tokens of `leftover` apart. The same on every rank."""
+        return {
+            "position": self.stream.position,
+            "rates": asdict(self.rates),
+            "work": self.work,
+            "leftover": to_json(self.leftover),
+        }
+
+    def restore(self, state: Mapping[str, Any], leftover: Leftover) -> None:
+        """Go on from `state`."""
+        self.stream.position = state["position"]
+        self.rates = Rates(**state["rates"])
+        self.work = tuple(state["work"])
+        self.leftover = leftover
+
+    def _begin(self, step: int) -> None:
         rollout, dynamic = self.config.rollout, self.config.algorithm.dynamic_sampling
-        sampling = Sampling(temperature=rollout.temperature)
-        sampled: list[Group] = []
-        kept: list[Group] = []
-        rounds = 0
-        while len(kept) < rollout.prompts_per_step and rounds < (rollout.max_rounds if dynamic else 1):
-            count = self._next_draws(len(kept), len(sampled))
-            draws = [
-                Draw(place=(TRAINING_STREAM, step, position), prompt=prompt)
-                for position, prompt in self.stream.draw(count)
-            ]
-            groups = self.sampler.sample(
-                draws,
-                responses=rollout.responses_per_prompt,
-                max_tokens=rollout.max_response_tokens,
-                sampling=sampling,
-            )
-            sampled += groups
-            kept += [group for group in groups if self._teaches(group)]
-            rounds += 1
-        if not any(group.graded_scores for group in sampled):
-            raise UserError(
-                f"rewards.grader: step {step}: none of {len(sampled)} groups could be graded (its failures are above); "
-                "the run stops, its last checkpoint stays"
-            )
-        batch = kept[: rollout.prompts_per_step]
-        if len(batch) < rollout.prompts_per_step:
-            self.warn(
-                f"step {step}: {len(batch)} of {rollout.prompts_per_step} groups kept in {rounds} rounds of sampling; "
-                "training on these"
-            )
-        metrics = sampling_metrics(sampled)
-        metrics.add("rollout/rounds", rounds)
-        metrics.add("rollout/groups_kept", len(batch))
-        metrics.add("rollout/groups_surplus", len(kept) - len(batch))
-        return Rollout(groups=tuple(batch), sampled=tuple(sampled), metrics=metrics)
+        plan = Plan(
+            wanted=rollout.prompts_per_step,
+            max_rounds=rollout.max_rounds if dynamic else 1,
+            when_short=rollout.when_short if dynamic else "train_partial",
+            surplus="pause" if rollout.partial else "finish" if rollout.max_staleness else "cancel",
+            batches_ahead=rollout.max_staleness,
+            engines=self.sampler.wait.group.engines,
+            responses=rollout.responses_per_prompt,
+        )
+
+        def draw(count: int) -> list[Draw]:
+            drawn = self.stream.draw(count)
+            return [Draw(stream=TRAINING_STREAM, position=at, prompt=prompt, step=step) for at, prompt in drawn]
+
+        self._begun_anew = 0
+        carried, held, begun = self._fresh_enough(step)
+        ledger = Ledger(plan=plan, rates=self.rates, draw=draw)
+        ledger.begin(carried)
+        task = Task(
+            responses=rollout.responses_per_prompt,
+            max_tokens=rollout.max_response_tokens,
+            sampling=Sampling(temperature=rollout.temperature),
+            seed=self.config.seed,
+        )
+        self.sampler.begin(ledger, task, keeps=self._teaches, held=held, begun=begun)
+        self.leftover = NOTHING
+
+    def _fresh_enough(self, step: int) -> tuple[list[Carried], dict[int, Group], dict[int, Begun]]:
+        """What is carried over. Draws that are too old are sampled anew, the finished ones too: to drop these, or only
+        these, would be a choice by completion order."""
+        carried, held, begun = [], dict(self.leftover.held), dict(self.leftover.begun)
+        for one in self.leftover.draws:
+            if step - one.draw.step > self.config.rollout.max_staleness:
+                position = one.draw.position
+                held.pop(position, None)
+                begun.pop(position, None)
+                self._begun_anew += 1
+                one = Carried(draw=replace(one.draw, step=step))
+            carried.append(one)
+        return carried, held, begun
 
     def _teaches(self, group: Group) -> bool:
         """Whether a group is trained on: an advantage compares at least two grades."""
         scores = group.graded_scores
         return len(scores) > 1 and (not self.config.algorithm.dynamic_sampling or self.keeps(scores))
 
-    def _next_draws(self, kept: int, sampled: int) -> int:
-        """How many prompts should fill the batch, by the share that was kept so far; never more than a batch."""
-        wanted = self.config.rollout.prompts_per_step
-        if not sampled:
-            return wanted
-        return min(wanted, math.ceil((wanted - kept) * sampled / max(kept, 1)))
+    def _check_grades(self, step: int, groups: list[Group], work: Work) -> None:
+        answers = sum(len(group.responses) for group in groups)
+        ungraded = answers - sum(len(group.graded_scores) for group in groups)
+        if ungraded > self.config.rewards.max_ungraded * answers:
+            reasons = "; ".join(f"{reason} ({count})" for reason, count in sorted(work.ungraded.items())[:5])
+            raise UserError(
+                f"rewards.max_ungraded: step {step}: {ungraded} of {answers} answers could not be graded: {reasons}; "
+                "the run stops, its last checkpoint stays"
+            )
+
+    def _add_counts(self, metrics: MeanMetrics, step: int, ledger: Ledger, work: Work) -> None:
+        batch = ledger.batch
+        metrics.add("rollout/rounds", ledger.rounds)
+        metrics.add("rollout/groups_kept", len(batch))
+        metrics.add("rollout/groups_begun_anew", self._begun_anew)
+        metrics.add("rollout/groups_left_over", len(self.leftover.draws))
+        for number in batch:
+            metrics.add("rollout/staleness", step - ledger.entries[number].draw.step)
+        # All that engines did, also for nothing: with stragglers stopped it depends on timing.
+        self.work = (self.work[0] + work.tokens, self.work[1] + work.samples)
+        metrics.add("work/all_tokens", self.work[0])
+        metrics.add("work/all_samples", self.work[1])
+        metrics.add("work/tokens", work.tokens)
+        metrics.add("work/samples", work.samples)
+        metrics.add("work/continued", work.continued)
+        metrics.add("work/stopped", work.aborted)
+        if ledger.plan.surplus == "cancel":
+            metrics.add("work/groups_discarded", sum(one.kept for one in ledger.completed(ledger.passed, None)))
+        metrics.add("work/engines_lost", work.engines_lost)

@@ -1,6 +1,6 @@
 """What the loop asks of a rollout engine. Token ids in, token ids out."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +19,14 @@ class Request:
     """One for each response; its length is the number of responses."""
 
     max_tokens: int
-    """Longest response, in tokens."""
+    """Longest response, in tokens, what is begun of it included."""
+
+    begun: tuple[int, ...] = ()
+    """Ids that the response has already; it goes on after them. Then there is one seed."""
+
+
+class EngineLost(Exception):
+    """An engine has died or hung; says why on one line. `Engine.restart` replaces it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +42,23 @@ class Sampling:
 
 
 class Generates(Protocol):
-    """All that sampling asks of an engine."""
+    """All that sampling asks of an engine. Responses hold only what is new to them, if they were begun before."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, int, Response]]:
-        """Sample; yields (request number, sample number, response) as responses complete, in any order."""
+    def submit(self, key: int, request: Request, sampling: Sampling) -> None:
+        """Take a request; its responses come from `poll`. Keys are unique among those under way."""
+
+    def poll(self, wait_s: float) -> list[tuple[int, int, Response]]:
+        """(key, sample number, response) of what has completed; waits about so long for the first.
+
+        Raises:
+            EngineLost: the engine has died or hung.
+        """
+
+    def abort(self) -> list[tuple[int, int, Response]]:
+        """End all that is under way: what has completed, and of the rest, with finish reason `abort`, what there is.
+
+        Raises: as `poll`.
+        """
 
 
 class Engine(Generates, Protocol):
@@ -67,6 +87,13 @@ class Engine(Generates, Protocol):
     def resume(self) -> None:
         """Take memory for keys and values too, when weights are updated, and generate from then on. Again: nothing."""
 
+    def restart(self) -> None:
+        """Begin to replace an engine that was lost, and don't wait for it; it gets its weights with the others.
+
+        Raises:
+            UserError: it was started again too often (`rollout.engine_restarts`).
+        """
+
     def health(self) -> bool:
         """Whether it can generate now."""
 
@@ -75,5 +102,5 @@ class Engine(Generates, Protocol):
 
 
 def response_seed(*path: int) -> int:
-    """The 64-bit seed of one response, from its place in the run: (run seed, stream, step, draw, sample)."""
+    """The 64-bit seed of one response, from its place in the run: (run seed, stream, position, sample)."""
     return int(np.random.SeedSequence(path).generate_state(1, np.uint64)[0])

@@ -16,10 +16,12 @@ def sampling_metrics(groups: Sequence[Group], prefix: str = "rollout") -> MeanMe
         mixed = keep_group(scores)
         metrics.add(f"{prefix}/mixed_groups", mixed)
         metrics.add(f"{prefix}/all_right_groups", not mixed and bool(scores) and scores[0] >= 0.5)
+        metrics.add(f"{prefix}/all_wrong_groups", not mixed and bool(scores) and scores[0] < 0.5)
         for answer in group.responses:
             length = answer.length
             metrics.add(f"{prefix}/length", length)
             metrics.add(f"{prefix}/truncated", answer.finish_reason == "length")
+            metrics.add(f"{prefix}/aborted", answer.finish_reason == "abort")
             metrics.add(f"{prefix}/ungraded", math.isnan(answer.score))
             if not math.isnan(answer.score):
                 metrics.add(f"{prefix}/accuracy", answer.score)

@@ -1,4 +1,4 @@
-"""Graded groups for a list of prompts, sampled by all engines together.
+"""Graded groups, sampled by all engines together.
 
 Every rank gets the same groups, as summaries: lengths, finish reasons, scores. Tokens and texts stay with the rank that
 leads their engine and parsed them.
@@ -6,116 +6,173 @@ leads their engine and parsed them.
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Protocol
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.rewards.graders import Grader
-from megatron_rl.rollout.engine import Generates, Request, Sampling, response_seed
-from megatron_rl.rollout.waiting import EngineWait
-from megatron_rl.types import FinishReason, Graded, Group, Prompt, Response
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.board import StoreBoard
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.leader import Begun, Grades, Leader, Task, Work
+from megatron_rl.rollout.ledger import Event, Ledger
+from megatron_rl.rollout.waiting import EngineWait, pause_s
+from megatron_rl.types import Graded, Group
 
-log = logging.getLogger(__name__)
-TRAINING_STREAM, EVALUATION_STREAM = 0, 1
-"""First number of a draw's place: training and evaluation never share seeds."""
 
-Summary = tuple[int, FinishReason, float]
-"""Length, finish reason and score of a response."""
+class EnginesGoneError(UserError):
+    """Engines fail again and again. Raised on every rank, between two collectives: the run can still be saved."""
+
+
+class HasVersion(Protocol):
+    """Knows the optimizer steps behind the weights that every engine has."""
+
+    @property
+    def version(self) -> int:
+        """Their number."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draw:
-    """A prompt to be sampled, and its place in the run, which seeds its responses."""
+class Sampled:
+    """What came of a ledger, on one rank."""
 
-    place: tuple[int, ...]
-    prompt: Prompt
+    groups: dict[int, Group]
+    """By number in the ledger, those that are completed; on their home with tokens and texts."""
+
+    begun: dict[int, Begun] = field(default_factory=dict)
+    """By number, what this rank has of others."""
+
+    work: Work
+    """Of all leaders together."""
 
 
 class GroupSampler:
-    """Divides prompts over the engines, grades what they answer, and tells every rank of the groups in their order."""
+    """One rank's part in sampling: `begin`, `go_on` until all is done, `end`. Collectives over all ranks."""
 
     def __init__(
-        self, engine: Generates, wait: EngineWait, grader: Grader, tokenizer: PreTrainedTokenizerBase, seed: int
+        self,
+        engine: Engine,
+        wait: EngineWait,
+        grades: Grades,
+        tokenizer: PreTrainedTokenizerBase,
+        weights: HasVersion,
     ) -> None:
-        self.engine, self.wait, self.grader, self.tokenizer, self.seed = engine, wait, grader, tokenizer, seed
-        self._failures_said: set[type[BaseException]] = set()
+        self.engine, self.wait, self.grades, self.tokenizer, self.weights = engine, wait, grades, tokenizer, weights
+        self.ledger: Ledger | None = None
+        """Of the groups that are sampled now; the same on every rank between two calls."""
 
-    def sample(self, draws: Sequence[Draw], *, responses: int, max_tokens: int, sampling: Sampling) -> list[Group]:
-        """One group for each draw, in the order of `draws`. A collective over all ranks.
+        self._leader: Leader | None = None
+        self._held: dict[int, Group] = {}
+
+    def begin(
+        self,
+        ledger: Ledger,
+        task: Task,
+        *,
+        keeps: Callable[[Group], bool],
+        held: Mapping[int, Group] | None = None,
+        begun: Mapping[int, Begun] | None = None,
+    ) -> None:
+        """Sample what `ledger` says, from the next `go_on` on.
 
         Args:
-            draws: the same on every rank; of E engines each takes every E-th.
-            responses: size of a group.
-            max_tokens: longest response.
-            sampling: how tokens are drawn.
-
-        Raises:
-            UserError: the leader of an engine has hung.
+            ledger: begun, and the same on every rank.
+            task: what is asked of every draw.
+            keeps: whether a group is trained on.
+            held: by position, groups that a step before completed on this rank.
+            begun: by position, answers that a step before began on this rank.
         """
         group = self.wait.group
-        mine: list[Group] = []
-        with self.wait.until_all_are_done():
-            if group.leads:
-                mine = self._groups(draws[group.number :: group.engines], responses, max_tokens, sampling)
-        told: list[list[list[Summary]]] = [[] for _ in range(group.world)]
-        dist.all_gather_object(told, [[_summary(one) for one in of_draw.responses] for of_draw in mine])
-        groups = []
-        for number, draw in enumerate(draws):
-            engine, place = number % group.engines, number // group.engines
-            if group.leads and engine == group.number:
-                groups.append(mine[place])
-            else:
-                home = group.leader_of(engine)
-                known = tuple(_known(one, home) for one in told[home][place])
-                groups.append(Group(prompt=draw.prompt, responses=known))
-        return groups
-
-    def _groups(self, draws: Sequence[Draw], responses: int, max_tokens: int, sampling: Sampling) -> list[Group]:
-        requests = [
-            Request(
-                prompt_ids=draw.prompt.ids,
-                seeds=tuple(response_seed(self.seed, *draw.place, sample) for sample in range(responses)),
-                max_tokens=max_tokens,
+        self.ledger, self._held = ledger, dict(held or {})
+        if group.leads:
+            self._leader = Leader(
+                group.number,
+                rank=group.rank,
+                engine=self.engine,
+                grades=self.grades,
+                decode=self.decode,
+                keeps=keeps,
+                task=task,
+                begun=begun or {},
             )
-            for draw in draws
-        ]
-        answers: list[list[Graded | None]] = [[None] * responses for _ in draws]
-        for number, sample, response in self.engine.generate(requests, sampling):
-            answers[number][sample] = self._grade(draws[number].prompt, response)
-        groups = []
-        for draw, of_draw in zip(draws, answers, strict=True):
-            given = tuple(answer for answer in of_draw if answer is not None)
-            if len(given) < responses:
-                raise RuntimeError(
-                    f"the engine returned {len(given)} of {responses} responses to prompt {draw.prompt.index}"
-                )
-            groups.append(Group(prompt=draw.prompt, responses=given))
-        return groups
 
-    def _grade(self, prompt: Prompt, response: Response) -> Graded:
-        text = self.tokenizer.decode(response.ids, skip_special_tokens=True)
-        try:
-            score = float(self.grader(prompt, text, response.finish_reason == "stop"))
-            if score < 0 or score > 1:
-                raise ValueError(f"it returned {score}; a score is from 0 (wrong) to 1 (right)")
-        except (Exception, SystemExit) as error:  # a user's function; it fails on an answer, and does not end the run
-            score = math.nan
-            if type(error) not in self._failures_said:  # each kind once: it may fail on every answer of the run
-                self._failures_said.add(type(error))
-                log.warning(
-                    "the grader failed on the prompt of row %d: %r; such answers are ungraded", prompt.index, error
-                )
-        return Graded.of(response, text=text, score=score, home=self.wait.group.rank)
+    def go_on(self) -> bool:
+        """Sample until the ledger is over; False if all engines were lost before: bring them weights, and go on.
+
+        Raises:
+            UserError: a leader has hung.
+            EnginesGoneError: an engine was lost too often.
+        """
+        ledger, leader, wait = self._busy(), self._leader, self.wait
+        if ledger.stalled:
+            ledger.revive()
+        events: list[Event] = []
+        with wait.until_all_are_done() as look:
+            if leader:
+                board = StoreBoard(wait.store, f"rollout/{wait.number}/events")
+                leader.meet(board, self.weights.version, usable=self.engine.health())
+                moved = time.monotonic()
+                while not (ledger.over or ledger.stalled):
+                    if leader.step(ledger, pause_s(time.monotonic() - moved)):
+                        moved = time.monotonic()
+                    look()
+                events = board.read
+        message = [events]
+        dist.broadcast_object_list(message, src=wait.group.leader_of(0))
+        if leader:
+            board.clear()
+        else:
+            for event in message[0]:
+                ledger.apply(event)
+        if ledger.failure:
+            raise EnginesGoneError(ledger.failure)
+        return not ledger.stalled
+
+    def end(self, *, pause: bool = False) -> Sampled:
+        """What came of it. What is still under way is stopped, and thrown away unless it is to `pause`."""
+        ledger, leader = self._busy(), self._leader
+        begun = leader.end(pause=pause) if leader else {}
+        works: list[Work | None] = [None] * self.wait.group.world
+        dist.all_gather_object(works, leader.work if leader else None)
+        groups = {number: self._group(number) for number, one in enumerate(ledger.entries) if one.done}
+        self.ledger = self._leader = None
+        return Sampled(groups=groups, begun=begun, work=_together(works))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of a response, without special tokens."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _busy(self) -> Ledger:
+        if self.ledger is None:
+            raise RuntimeError("nothing is sampled; begin first")
+        return self.ledger
+
+    def _group(self, number: int) -> Group:
+        """A completed group; elsewhere than on its home what every rank knows of it."""
+        assert self.ledger is not None
+        entry = self.ledger.entries[number]
+        assert entry.done is not None
+        if self._leader and entry.done.engine == self.wait.group.number:
+            return self._leader.groups.get(number) or self._held[entry.draw.position]
+        home = self.wait.group.leader_of(entry.done.engine)
+        known = (
+            Graded(length=length, finish_reason=reason, score=score, home=home)
+            for length, reason, score in entry.done.answers
+        )
+        return Group(prompt=entry.draw.prompt, responses=tuple(known))
 
 
-def _summary(one: Graded) -> Summary:
-    return one.length, one.finish_reason, one.score
-
-
-def _known(summary: Summary, home: int) -> Graded:
-    length, finish_reason, score = summary
-    return Graded(length=length, finish_reason=finish_reason, score=score, home=home)
+def _together(works: list[Work | None]) -> Work:
+    total = Work()
+    for work in works:
+        if work is None:
+            continue
+        for one in fields(Work):
+            if one.name != "ungraded":
+                setattr(total, one.name, getattr(total, one.name) + getattr(work, one.name))
+        for reason, count in work.ungraded.items():
+            total.ungraded[reason] = total.ungraded.get(reason, 0) + count
+    return total

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -38,8 +38,8 @@ class RunState:
     updates: int
     """Optimizer steps done."""
 
-    prompts_drawn: int
-    """Position of the prompt stream."""
+    collector: Mapping[str, Any]
+    """Of the collector (`Collector.state`): the position in the prompt stream, what is carried over, ..."""
 
     fixed: Mapping[str, Any]
     """What may not change when the run goes on (`unchangeable`)."""
@@ -77,10 +77,18 @@ def _complete(config: Config) -> list[Path]:
     return sorted(path for path in checkpoints_dir(config).glob("step_*") if path.name[5:].isdecimal())
 
 
-def save_checkpoint(config: Config, trainer: Trainer, state: RunState) -> Path:
+def save_checkpoint(
+    config: Config, trainer: Trainer, state: RunState, also: Callable[[Path], None] = lambda directory: None
+) -> Path:
     """Write the state of the run under a temporary name, then rename it. A collective.
 
     Older checkpoints beyond `checkpoint.keep` go only after that.
+
+    Args:
+        config: of the run.
+        trainer: its weights and optimizer.
+        state: everything else that every rank knows.
+        also: writes what this rank alone has into the directory.
     """
     target = checkpoints_dir(config) / f"step_{state.step:06d}"
     partial = target.with_name(f"partial_{target.name}")
@@ -97,6 +105,8 @@ def save_checkpoint(config: Config, trainer: Trainer, state: RunState) -> Path:
             str(partial),
             content_metadata=_metadata(stored=True),
         )
+        also(partial)
+        dist.barrier()
     except CheckpointException as error:  # on every rank; rank 0 alone knows why
         reason = [_reason(error)]
         dist.broadcast_object_list(reason, src=0)

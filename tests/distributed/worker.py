@@ -290,7 +290,7 @@ def continue_from(config: Config, reference: Path, batch: TrainBatch) -> dict[st
 def run_state(trainer: Trainer, updates: int | None = None) -> RunState:
     """Only the number of updates matters here."""
     done = trainer.updates_done if updates is None else updates
-    return RunState(step=1, updates=done, prompts_drawn=0, fixed={})
+    return RunState(step=1, updates=done, collector={}, fixed={})
 
 
 def gap(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

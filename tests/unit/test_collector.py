@@ -1,107 +1,233 @@
-"""Dynamic sampling: kept groups fill the batch in prompt order, with a cap on the rounds."""
+"""Dynamic sampling over simulated engines: kept groups fill the batch in prompt order, whatever the timing."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
-from megatron_rl.config import Config
-from megatron_rl.data.stream import PromptStream
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.collector import Collector
-from megatron_rl.rollout.engine import Sampling
+from megatron_rl.rollout.collector import Collector, Rollout
+from megatron_rl.rollout.engine import response_seed
 from megatron_rl.rollout.figures import sampling_metrics
-from megatron_rl.rollout.sampler import TRAINING_STREAM, Draw
-from megatron_rl.types import Group, Prompt
+from megatron_rl.rollout.ledger import TRAINING_STREAM, Carried, Completed, Draw
+from megatron_rl.rollout.leftover import Leftover
+from megatron_rl.types import Group, Prompt, Response
+from tests.simulated import Clock, FakeEngine, SimulatedSampler, SlowGrades, lognormal
 from tests.tiny import graded_group, run_config
 
-
-class Scripted:
-    """A sampler whose groups of four have the given numbers of right answers, one after another."""
-
-    def __init__(self, right: list[int]) -> None:
-        self.right, self.rounds, self.places = right, list[int](), list[tuple[int, ...]]()
-        self.sampling: Sampling | None = None
-
-    def sample(self, draws: Sequence[Draw], *, responses: int, max_tokens: int, sampling: Sampling) -> list[Group]:
-        assert (responses, max_tokens) == (4, 9)
-        first = len(self.places)
-        self.sampling = sampling
-        self.rounds.append(len(draws))
-        self.places += [draw.place for draw in draws]
-        return [
-            graded_group(first + i, [1.0] * self.right[first + i] + [0.0] * (4 - self.right[first + i]), [2, 3, 4, 5])
-            for i in range(len(draws))
-        ]
+NAN = float("nan")
+LENGTH = lognormal(40, 0.8)
 
 
-def collector(
-    right: list[int],
+class InOrder:
+    """A stream whose prompt at a position has that index."""
+
+    def __init__(self) -> None:
+        self.position, self.counts = 0, list[int]()
+
+    def draw(self, count: int) -> list[tuple[int, Prompt]]:
+        self.counts.append(count)
+        first, self.position = self.position, self.position + count
+        return [(n, Prompt(index=n, text="", ids=(1,) * (2 + n % 5), answer="")) for n in range(first, self.position)]
+
+
+@dataclass
+class Rig:
+    """A collector and what it works with."""
+
+    collector: Collector
+    sampler: SimulatedSampler
+    stream: InOrder
+    clock: Clock
+    warnings: list[str]
+
+    def steps(self, count: int) -> list[Rollout]:
+        found = []
+        for step in range(1, count + 1):
+            for engine in self.sampler.engines:
+                engine.version = step
+            rollout = self.collector.collect(step)
+            assert rollout is not None
+            found.append(rollout)
+        return found
+
+
+def rig(
+    right: Sequence[int] | Callable[[int], int],
     *,
+    engines: int = 2,
     dynamic: bool = True,
     group_filter: str = "mixed",
-    warnings: list[str] | None = None,
-    **rollout: object,
-) -> tuple[Collector, Scripted]:
-    config: Config = run_config(
+    timing: int = 0,
+    score: Callable[[Prompt, int], float] | None = None,
+    **rollout: Any,
+) -> Rig:
+    """Groups of four; of that at position n `right[n]` are right. `timing` changes all times, and nothing else."""
+    of = right if callable(right) else (lambda n: right[n])  # type: ignore[misc]
+    config = run_config(
         algorithm={"dynamic_sampling": dynamic, "group_filter": group_filter},
-        rollout={"prompts_per_step": 3, "responses_per_prompt": 4, "max_response_tokens": 9, **rollout},
+        rollout={"prompts_per_step": 3, "responses_per_prompt": 4, "max_response_tokens": 90, **rollout},
     )
-    prompts = [Prompt(index=number, text="", ids=(1,), answer="") for number in range(5)]
-    sampler = Scripted(right)
-    warn = ([] if warnings is None else warnings).append
-    return Collector(sampler, PromptStream(prompts, seed=0), config, warn), sampler  # type: ignore[arg-type]
+    clock, warnings = Clock(), list[str]()
+    grade = score or (lambda prompt, sample: float(sample < of(prompt.index)))
+    speed = [0.01 * (1 + (timing * (number + 3)) % 5) for number in range(engines)]
+    sampler = SimulatedSampler(
+        clock,
+        [FakeEngine(clock, LENGTH, lambda running, s=s: s * (1 + running / 9)) for s in speed],  # type: ignore[misc]
+        [SlowGrades(clock, grade, lambda prompt: (prompt.index * 7 + timing) % 5 * 0.3) for _ in range(engines)],
+        seed=timing,
+    )
+    stream = InOrder()
+    return Rig(Collector(sampler, stream, config, warnings.append), sampler, stream, clock, warnings)  # type: ignore[arg-type]
 
 
-def kept(groups: Sequence[Group]) -> list[int]:
+def indices(groups: Sequence[Group]) -> list[int]:
     return [group.prompt.index for group in groups]
+
+
+def tokens(groups: Sequence[Group]) -> list[list[tuple[int, ...]]]:
+    return [[one.response.ids for one in group.responses if one.response] for group in groups]
 
 
 def test_groups_are_kept_in_prompt_order_until_the_batch_is_full() -> None:
     # Right of four: 0, 2, 4 | 1, 4, 3 | ...: groups 1, 3 and 5 are kept, and two rounds are enough.
-    one, sampler = collector([0, 2, 4, 1, 4, 3, 2])
-    rollout = one.collect(step=6)
-    assert kept(rollout.groups) == [1, 3, 5]
-    assert kept(rollout.sampled) == [0, 1, 2, 3, 4, 5]
-    assert sampler.rounds == [3, 3]
+    one = rig([0, 2, 4, 1, 4, 3] + [2] * 99)
+    (rollout,) = one.steps(1)
+    assert indices(rollout.groups) == [1, 3, 5]
+    assert indices(rollout.sampled) == [0, 1, 2, 3, 4, 5]
+    assert one.stream.counts[0] == 3
     values = rollout.metrics.values()
-    assert (values["rollout/rounds"], values["rollout/groups_kept"], values["rollout/groups_surplus"]) == (2, 3, 0)
+    assert (values["rollout/rounds"], values["rollout/groups_kept"]) == (2, 3)
     assert values["rollout/accuracy"] == pytest.approx(14 / 24)
+    assert values["rollout/all_right_groups"] == pytest.approx(2 / 6)
+    assert values["rollout/all_wrong_groups"] == pytest.approx(1 / 6)
 
 
-def test_kept_groups_beyond_the_batch_are_counted() -> None:
-    # One of three is kept, so three more are drawn; all three are kept, one too many.
-    rollout = collector([0, 2, 4, 1, 2, 3])[0].collect(step=1)
-    assert kept(rollout.groups) == [1, 3, 4]
-    assert rollout.metrics.values()["rollout/groups_surplus"] == 1
+@pytest.mark.parametrize("engines", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"max_staleness": 1}, {"max_staleness": 2}], ids=["cancel", "next", "two"])
+def test_the_batches_are_the_same_whatever_the_timing(engines: int, options: dict[str, Any]) -> None:
+    def batches(timing: int) -> list[tuple[list[int], list[list[tuple[int, ...]]], float]]:
+        one = rig(lambda n: n * 5 % 7 % 5, engines=engines, timing=timing, **options)
+        found = [(indices(r.groups), tokens(r.groups), r.metrics.values()["rollout/length"]) for r in one.steps(5)]
+        assert all(numbers == sorted(numbers) and len(numbers) == 3 for numbers, _, _ in found)
+        return found
+
+    first = batches(0)
+    for timing in range(1, 9):
+        assert batches(timing) == first
 
 
-def test_few_are_drawn_when_few_are_missing() -> None:
-    one, sampler = collector([1, 2, 4, 4, 3, 2])
-    assert kept(one.collect(step=1).groups) == [0, 1, 4]
-    assert sampler.rounds == [3, 2]  # one is missing and two of three were kept: 1.5, rounded up
+def test_batches_have_no_fewer_long_answers_than_were_sampled() -> None:
+    """Taking what is finished first would: while batches are drawn ahead, short groups behind wait for long ones."""
+    one = rig(lambda n: 2, engines=3, prompts_per_step=20, max_staleness=2, partial=True, max_response_tokens=900)
+    groups = [group for rollout in one.steps(20) for group in rollout.groups]
+    assert indices(groups) == list(range(400))
+    lengths = [answer.length for group in groups for answer in group.responses]
+    assert lengths == [LENGTH(response_seed(0, 0, n, sample), 900) for n in range(400) for sample in range(4)]
+
+
+def versions(group: Group) -> set[int]:
+    return {version for one in group.responses if one.response for version in one.response.weight_versions}
+
+
+def test_kept_groups_beyond_the_batch_serve_the_next_step_with_their_versions() -> None:
+    # Two thirds are kept, and more of them in the second step than its rounds could know.
+    one = rig(lambda n: 2 if n % 3 or n > 5 else 0, max_staleness=1)
+    first, second, third = one.steps(3)
+    assert indices(first.groups + second.groups + third.groups) == [1, 2, 4, 5, *range(6, 11)]
+    left = min(3, int(second.metrics.values()["rollout/groups_left_over"]))
+    assert left > 0
+    assert [versions(group) for group in third.groups] == [{2}] * left + [{3}] * (3 - left)
+    assert third.metrics.values()["rollout/staleness"] == pytest.approx(left / 3)
+
+
+def test_what_is_too_old_is_sampled_anew_and_counted() -> None:
+    one = rig(lambda n: 2, max_staleness=1)
+    one.steps(1)
+    finished, unfinished = (Draw(stream=0, position=n, prompt=one.stream.draw(1)[0][1], step=1) for n in (3, 4))
+    done = Completed(number=0, engine=1, answers=((2, "stop", 1.0),) * 4, kept=True)
+    old = Response(ids=(7,), logprobs=(-1.0,), finish_reason="abort", weight_versions=(1,))
+    one.collector.leftover = Leftover(
+        draws=(Carried(draw=finished, engine=1, done=done), Carried(draw=unfinished, engine=0)),
+        held={3: graded_group(3, [1.0] * 4, [2] * 4)},
+        begun={4: [old, None, None, None]},
+    )
+    for engine in one.sampler.engines:
+        engine.version = 3
+    rollout = one.collector.collect(3)
+    assert rollout is not None
+    assert indices(rollout.groups) == [3, 4, 5]
+    assert [versions(group) for group in rollout.groups] == [{3}] * 3
+    values = rollout.metrics.values()
+    assert (values["rollout/groups_begun_anew"], values["rollout/staleness"], values["work/continued"]) == (2, 0, 0)
+
+
+def test_without_a_use_for_them_they_are_thrown_away_and_counted() -> None:
+    # One of three is kept, so more are drawn; three of them, or more, are kept: too many.
+    one = rig([0, 2, 4, 1, 2] + [3] * 99)
+    first, second = one.steps(2)
+    assert indices(first.groups) == [1, 3, 4]
+    assert second.groups[0].prompt.index == sum(one.stream.counts[:2])
+    assert first.metrics.values()["work/groups_discarded"] >= 0
+    assert first.metrics.values()["work/tokens"] > first.metrics.values()["rollout/tokens"]
+
+
+def test_what_is_unfinished_pauses_and_goes_on_first_in_the_next_step() -> None:
+    options = {"max_staleness": 1, "partial": True, "max_response_tokens": 600}
+    one = rig(lambda n: 2, engines=2, **options)
+    rollouts = one.steps(5)
+    groups = [group for rollout in rollouts for group in rollout.groups]
+    assert indices(groups) == list(range(15))
+    for position, group in enumerate(tokens(groups)):
+        seeds = [response_seed(0, TRAINING_STREAM, position, sample) for sample in range(4)]
+        assert list(map(len, group)) == [LENGTH(seed, 600) for seed in seeds]
+    assert one.stream.position <= 15 + 3  # one batch ahead
+    spans = [one.response.weight_versions for group in groups for one in group.responses if one.response]
+    assert all(list(span) == sorted(span) for span in spans)
+    assert any(len(set(span)) == 2 for span in spans)
+    continued = sum(r.metrics.values()["work/continued"] for r in rollouts)
+    assert continued == sum(bool(request.begun) for engine in one.sampler.engines for request in engine.asked) > 0
+    for rollout in rollouts:  # a response goes on where it stopped: its ids count up
+        for ids in (ids for group in tokens(rollout.groups) for ids in group):
+            assert list(ids) == list(range(ids[0], ids[0] + len(ids)))
 
 
 def test_the_rounds_are_capped_and_the_part_that_was_found_is_trained_on() -> None:
-    warnings: list[str] = []
-    one, sampler = collector([0, 4, 0, 4, 2, 4, 0, 0, 0, 4, 4, 4], max_rounds=3, warnings=warnings)
-    rollout = one.collect(step=8)
-    assert kept(rollout.groups) == [4]
-    assert sampler.rounds == [3, 3, 3]
-    (warning,) = warnings
-    assert "step 8: 1 of 3 groups" in warning
+    one = rig(lambda n: 2 if n == 4 else 0, max_rounds=3)
+    (rollout,) = one.steps(1)
+    assert indices(rollout.groups) == [4]
+    assert one.stream.counts == [3, 12, 12]
+    (warning,) = one.warnings
+    assert "step 1: 1 of 3 groups" in warning
     assert "3 rounds" in warning
 
 
-def test_a_full_batch_is_no_reason_to_warn() -> None:
-    warnings: list[str] = []
-    collector([1, 2, 3], warnings=warnings)[0].collect(step=1)
-    assert warnings == []
+def test_a_batch_that_stays_short_can_end_the_run_or_be_waited_for() -> None:
+    with pytest.raises(UserError, match=r"^rollout.max_rounds: step 1: 0 of 3 groups kept in 2 rounds"):
+        rig(lambda n: 0, max_rounds=2, when_short="raise").steps(1)
+    one = rig(lambda n: 2 if n > 40 else 0, max_rounds=2, when_short="continue")
+    (rollout,) = one.steps(1)
+    assert indices(rollout.groups) == [41, 42, 43]
+    assert one.warnings == []
+
+
+def test_all_groups_alike_for_a_while_and_then_not() -> None:
+    one = rig(lambda n: 2 if n > 60 else 4, max_rounds=2)
+    rollouts = one.steps(14)
+    assert [len(rollout.groups) for rollout in rollouts][:2] == [0, 0]
+    assert [len(rollout.groups) for rollout in rollouts][-3:] == [3, 3, 3]
+    assert max(one.stream.counts) == 12
+    assert one.stream.counts[-1] < 12  # it learned that groups are kept again
 
 
 def test_without_dynamic_sampling_all_groups_are_kept() -> None:
-    one, sampler = collector([0, 2, 4, 1], dynamic=False)
-    assert kept(one.collect(step=1).groups) == [0, 1, 2]
-    assert sampler.rounds == [3]
+    one = rig([0, 2, 4, 1], dynamic=False)
+    assert indices(one.steps(1)[0].groups) == [0, 1, 2]
+    assert one.stream.counts == [3]
 
 
 def at_most_half(accuracies: Sequence[float]) -> bool:
@@ -112,23 +238,62 @@ def at_most_half(accuracies: Sequence[float]) -> bool:
 
 @pytest.mark.parametrize(("dynamic", "expected"), [(True, [0, 1, 3]), (False, [0, 1, 2])])
 def test_a_filter_of_ones_own_decides_where_sampling_is_dynamic(dynamic: bool, expected: list[int]) -> None:
-    one, _ = collector([0, 2, 4, 1, 3, 2], dynamic=dynamic, group_filter=f"{__name__}:at_most_half")
-    assert kept(one.collect(step=1).groups) == expected
+    one = rig([0, 2, 4, 1] + [2] * 99, dynamic=dynamic, group_filter=f"{__name__}:at_most_half")
+    assert indices(one.steps(1)[0].groups) == expected
 
 
-def test_a_draw_is_seeded_by_stream_step_and_position_and_the_stream_goes_on() -> None:
-    one, sampler = collector([1] * 6, temperature=0.7)
-    one.collect(step=1)
-    one.collect(step=2)
-    expected = [(TRAINING_STREAM, 1, position) for position in range(3)]
-    assert sampler.places == expected + [(TRAINING_STREAM, 2, position) for position in range(3, 6)]
-    assert sampler.sampling == Sampling(temperature=0.7)
+def test_responses_are_seeded_by_their_place_in_the_stream_and_nothing_else() -> None:
+    one = rig(lambda n: 1, temperature=0.7)
+    one.steps(2)
+    seeds = {request.seeds for engine in one.sampler.engines for request in engine.asked}
+    places = [[response_seed(0, TRAINING_STREAM, position, sample) for sample in range(4)] for position in range(6)]
+    assert seeds == {tuple(place) for place in places}
+
+
+@pytest.mark.parametrize("engines", [2, 3])
+def test_a_lost_engine_changes_nothing_in_the_batch(engines: int) -> None:
+    one, calm = (rig(lambda n: n % 4, engines=engines, prompts_per_step=6) for _ in range(2))
+    one.sampler.engines[1].dies_at = 0.7
+    rollout, expected = one.steps(1)[0], calm.steps(1)[0]
+    assert rollout.metrics.values()["work/engines_lost"] == 1
+    assert tokens(rollout.groups) == tokens(expected.groups)
+    assert not one.sampler.engines[1].usable
+    again = one.collector.collect(2)  # it has no weights yet, and is left out
+    assert again is None or again.groups
+
+
+def test_when_all_engines_are_lost_the_step_goes_on_after_they_got_weights() -> None:
+    one, calm = (rig(lambda n: n % 4, engines=2, prompts_per_step=6) for _ in range(2))
+    one.sampler.engines[0].dies_at, one.sampler.engines[1].dies_at = 0.5, 0.7
+    assert one.collector.collect(1) is None
+    rollout = one.collector.collect(1)
+    assert rollout is not None
+    assert rollout.metrics.values()["work/engines_lost"] == 2
+    assert tokens(rollout.groups) == tokens(calm.steps(1)[0].groups)
+
+
+def test_a_group_with_one_grade_teaches_nothing() -> None:
+    lone = [NAN, 1.0, NAN, NAN]
+    one = rig([], score=lambda prompt, sample: lone[sample] if prompt.index == 1 else float(sample < 2))
+    one.collector.config = run_config(
+        algorithm={"dynamic_sampling": True},
+        rollout={"prompts_per_step": 3, "responses_per_prompt": 4},
+        rewards={"max_ungraded": 0.5},
+    )
+    (rollout,) = one.steps(1)
+    assert indices(rollout.groups) == [0, 2, 3]
+    assert rollout.metrics.values()["rollout/ungraded"] == pytest.approx(3 / 16)
+
+
+def test_too_many_answers_without_a_grade_end_the_run() -> None:
+    one = rig([], dynamic=False, score=lambda prompt, sample: NAN if sample == 3 else 1.0)
+    with pytest.raises(UserError, match=r"^rewards\.max_ungraded: step 1: 3 of 12 answers could not be graded"):
+        one.steps(1)
 
 
 def test_figures_of_sampled_groups() -> None:
-    nan = float("nan")
     groups = [
-        graded_group(0, [1, 0, nan], [2, 5, 9], truncated=(1, 2)),
+        graded_group(0, [1, 0, NAN], [2, 5, 9], truncated=(1, 2)),
         graded_group(1, [1, 1], [4, 8]),
         graded_group(2, [0, 0], [1, 3]),
     ]
@@ -139,32 +304,6 @@ def test_figures_of_sampled_groups() -> None:
     assert values["eval/length_wrong"] == pytest.approx(9 / 3)
     assert (values["eval/truncated"], values["eval/ungraded"]) == (2 / 7, 1 / 7)
     assert (values["eval/mixed_groups"], values["eval/all_right_groups"]) == (1 / 3, 1 / 3)
+    assert values["eval/all_wrong_groups"] == 1 / 3
     assert (values["eval/samples"], values["eval/tokens"]) == (7, 32)
-
-
-class LoneGrades(Scripted):
-    """The same, but in each round the first group has one graded response only."""
-
-    def sample(self, draws: Sequence[Draw], *, responses: int, max_tokens: int, sampling: Sampling) -> list[Group]:
-        groups = super().sample(draws, responses=responses, max_tokens=max_tokens, sampling=sampling)
-        return [graded_group(9, [float("nan"), 1.0, float("nan")], [2, 3, 4]), *groups[1:]]
-
-
-@pytest.mark.parametrize(("dynamic", "expected"), [(False, 2), (True, 3)])
-def test_a_group_with_one_grade_teaches_nothing(dynamic: bool, expected: int) -> None:
-    one, _ = collector([2] * 9, dynamic=dynamic)
-    one.sampler = LoneGrades([2] * 9)  # type: ignore[assignment]
-    rollout = one.collect(step=1)
-    assert len(rollout.groups) == expected
-    assert all(len(group.graded_scores) == 4 for group in rollout.groups)
-
-
-def test_a_step_in_which_nothing_could_be_graded_ends_the_run() -> None:
-    class Ungraded(Scripted):
-        def sample(self, draws: Sequence[Draw], *, responses: int, max_tokens: int, sampling: Sampling) -> list[Group]:
-            return [graded_group(number, [float("nan")] * 4, [1] * 4) for number in range(len(draws))]
-
-    one, _ = collector([], dynamic=False)
-    one.sampler = Ungraded([])  # type: ignore[assignment]
-    with pytest.raises(UserError, match=r"^rewards\.grader: step 7: none of 3 groups could be graded"):
-        one.collect(step=7)
+    assert math.isclose(values["eval/aborted"], 0)

@@ -2,21 +2,24 @@
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 
 from megatron_rl.demo.task import EOS_ID, VOCABULARY, build_tokenizer
 from megatron_rl.evaluation.heldout import evaluate
+from megatron_rl.rewards.grade import Grade
 from megatron_rl.rollout import sampler as module
-from megatron_rl.rollout.engine import Request, Sampling, response_seed
+from megatron_rl.rollout.engine import Engine, Request, Sampling, response_seed
 from megatron_rl.rollout.groups import EngineGroup
-from megatron_rl.rollout.sampler import EVALUATION_STREAM, TRAINING_STREAM, Draw, GroupSampler
+from megatron_rl.rollout.leader import Task
+from megatron_rl.rollout.ledger import EVALUATION_STREAM, TRAINING_STREAM, Draw, Ledger, Plan, Rates
+from megatron_rl.rollout.sampler import GroupSampler, Sampled
 from megatron_rl.rollout.waiting import EngineWait
-from megatron_rl.types import Group, Prompt, Response
+from megatron_rl.types import FinishReason, Group, Prompt, Response
 from tests.tiny import run_config
 
 SAMPLING = Sampling(temperature=0.75)
@@ -26,31 +29,62 @@ PROMPTS = [Prompt(index=10 + n, text=f"{n}=", ids=(1, VOCABULARY.index(str(n))),
 class Echo:
     """An engine that answers `#` and the prompt's digit, last sample first; sample 1 is cut off before it ends."""
 
-    def __init__(self, lost: tuple[int, int] | None = None) -> None:
+    def __init__(self, version: int = 0) -> None:
         self.asked: list[Request] = []
-        self.lost = lost
+        self.version = version
         self.sampling: Sampling | None = None
+        self.reason: FinishReason = "stop"
+        self._found: list[tuple[int, int, Response]] = []
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, int, Response]]:
-        self.asked += requests
+    def health(self) -> bool:
+        return True
+
+    def submit(self, key: int, request: Request, sampling: Sampling) -> None:
+        self.asked.append(request)
         self.sampling = sampling
-        for number in reversed(range(len(requests))):
-            for sample in reversed(range(len(requests[number].seeds))):
-                end = () if sample == 1 else (EOS_ID,)
-                ids = (VOCABULARY.index("#"), requests[number].prompt_ids[-1], *end)
-                logprobs = (-1.0, -2.0, -3.0)[: len(ids)]
-                if (requests[number].prompt_ids[-1], sample) == self.lost:
-                    continue
-                yield (
-                    number,
-                    sample,
-                    Response(
-                        ids=ids,
-                        logprobs=logprobs,
-                        finish_reason="length" if sample == 1 else "stop",
-                        weight_versions=(0,) * len(ids),
-                    ),
-                )
+        for sample in range(len(request.seeds)):
+            end = () if sample == 1 else (EOS_ID,)
+            ids = (VOCABULARY.index("#"), request.prompt_ids[-1], *end)
+            response = Response(
+                ids=ids,
+                logprobs=(-1.0, -2.0, -3.0)[: len(ids)],
+                finish_reason="length" if sample == 1 else self.reason,
+                weight_versions=(self.version,) * len(ids),
+            )
+            self._found.insert(0, (key, sample, response))
+
+    def poll(self, wait_s: float) -> list[tuple[int, int, Response]]:
+        found, self._found = self._found[:2], self._found[2:]
+        return found
+
+    def abort(self) -> list[tuple[int, int, Response]]:
+        return []
+
+
+class AtOnce:
+    """Grades where it is asked, with a function in this process."""
+
+    def __init__(self, grader: Callable[..., float]) -> None:
+        self.grader = grader
+        self._found: list[tuple[int, list[Grade]]] = []
+
+    def submit(self, key: int, prompt: Prompt, answers: Sequence[tuple[str, bool]]) -> None:
+        scores = [self.grader(prompt, *answer) for answer in answers]
+        grades = [Grade(score=score, error="" if score == score else "it gave up") for score in scores]
+        self._found.append((key, grades))
+
+    def poll(self) -> list[tuple[int, list[Grade]]]:
+        found, self._found = self._found, []
+        return found
+
+    def forget(self) -> None:
+        self._found.clear()
+
+
+class Weights:
+    """Of the version that was pushed."""
+
+    version = 0
 
 
 class Ranks:
@@ -62,9 +96,17 @@ class Ranks:
         self.meeting = threading.Barrier(ranks, timeout=20)
 
     def all_gather_object(self, told: list[Any], mine: Any) -> None:
+        told[:] = self._all(mine)
+
+    def broadcast_object_list(self, message: list[Any], src: int) -> None:
+        message[:] = self._all(list(message))[src]
+
+    def _all(self, mine: Any) -> list[Any]:
         self.gathered[self.here.rank] = mine
         self.meeting.wait()
-        told[:] = self.gathered
+        all_of_them = list(self.gathered)
+        self.meeting.wait()
+        return all_of_them
 
 
 def last_line(prompt: Prompt, text: str, finished: bool) -> float:
@@ -75,10 +117,28 @@ LAYOUTS = [(1, 1), (2, 1), (3, 1), (2, 2), (6, 2)]
 """Ranks, and ranks of an engine."""
 
 
-def alone(engine: Echo, grader: Callable[..., float] = last_line) -> GroupSampler:
+def sampler_of(engine: Echo, store: dist.Store, group: EngineGroup, grader: Callable[..., float]) -> GroupSampler:
+    wait = EngineWait(store, group, timeout_s=9)
+    return GroupSampler(cast(Engine, engine), wait, AtOnce(grader), build_tokenizer(), Weights())
+
+
+def alone(engine: Echo, monkeypatch: pytest.MonkeyPatch, grader: Callable[..., float] = last_line) -> GroupSampler:
     """The sampler of a world of one."""
-    wait = EngineWait(dist.HashStore(), EngineGroup(rank=0, size=1, world=1), timeout_s=9)
-    return GroupSampler(engine, wait, grader, build_tokenizer(), seed=3)
+    world = Ranks(1)
+    world.here.rank = 0
+    monkeypatch.setattr(module, "dist", world)
+    return sampler_of(engine, dist.HashStore(), EngineGroup(rank=0, size=1, world=1), grader)
+
+
+def sample(sampler: GroupSampler) -> Sampled:
+    """All prompts, as a training step draws them."""
+    draws = [Draw(stream=TRAINING_STREAM, position=40 + n, prompt=prompt) for n, prompt in enumerate(PROMPTS)]
+    plan = Plan(wanted=None, engines=sampler.wait.group.engines, responses=3)
+    ledger = Ledger(plan=plan, rates=Rates(), draw=lambda count: ())
+    ledger.begin(draws=draws)
+    sampler.begin(ledger, Task(responses=3, max_tokens=9, sampling=SAMPLING, seed=3), keeps=lambda group: True)
+    assert sampler.go_on()
+    return sampler.end()
 
 
 def sampled_by_ranks(
@@ -87,25 +147,15 @@ def sampled_by_ranks(
     """What each rank returns, and its engine."""
     world, store = Ranks(ranks), dist.HashStore()
     monkeypatch.setattr(module, "dist", world)
-    draws = [Draw(place=(TRAINING_STREAM, 2, 40 + n), prompt=prompt) for n, prompt in enumerate(PROMPTS)]
     engines = [Echo() for _ in range(ranks)]
 
-    def sample(rank: int) -> list[Group]:
+    def of_rank(rank: int) -> list[Group]:
         world.here.rank = rank
-        wait = EngineWait(store, EngineGroup(rank=rank, size=size, world=ranks), timeout_s=9)
-        sampler = GroupSampler(engines[rank], wait, grader, build_tokenizer(), 3)
-        return sampler.sample(draws, responses=3, max_tokens=9, sampling=SAMPLING)
+        found = sample(sampler_of(engines[rank], store, EngineGroup(rank=rank, size=size, world=ranks), grader))
+        return [found.groups[number] for number in range(len(PROMPTS))]
 
     with ThreadPoolExecutor(ranks) as threads:
-        return list(threads.map(sample, range(ranks))), engines
-
-
-def sampled(
-    monkeypatch: pytest.MonkeyPatch, grader: Callable[..., float] = last_line
-) -> tuple[list[Group], list[Request]]:
-    """What one rank returns, and what its engine was asked."""
-    (groups,), (engine,) = sampled_by_ranks(monkeypatch, 1, 1, grader)
-    return groups, engine.asked
+        return list(threads.map(of_rank, range(ranks))), engines
 
 
 @pytest.mark.parametrize(("ranks", "size"), LAYOUTS)
@@ -145,64 +195,35 @@ def test_seeds_come_from_the_place_in_the_run_whichever_rank_samples(
     _, engines = sampled_by_ranks(monkeypatch, ranks, size)
     seeds = {request.prompt_ids: request.seeds for engine in engines for request in engine.asked}
     for n, prompt in enumerate(PROMPTS):
-        expected = [response_seed(3, TRAINING_STREAM, 2, 40 + n, sample) for sample in range(3)]
+        expected = [response_seed(3, TRAINING_STREAM, 40 + n, sample) for sample in range(3)]
         assert list(seeds[prompt.ids]) == expected
 
 
-def test_an_answer_whose_grading_fails_is_ungraded_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def brittle(prompt: Prompt, text: str, finished: bool) -> float:
-        if not finished:
-            raise ZeroDivisionError("a user's mistake")
-        return 0.5
-
-    groups, _ = sampled(monkeypatch, brittle)
-    for group in groups:
+def test_an_answer_without_a_grade_is_counted_by_its_reason_and_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampler = alone(Echo(), monkeypatch, lambda prompt, text, finished: 0.5 if finished else math.nan)
+    found = sample(sampler)
+    for group in found.groups.values():
         assert [graded.score for graded in group.responses] == [0.5, pytest.approx(math.nan, nan_ok=True), 0.5]
         assert group.graded_scores == [0.5, 0.5]
         assert group.accuracy == 0.5
-
-
-@pytest.mark.parametrize("score", [-0.01, 1.01, -1, 2, math.inf, -math.inf])
-def test_a_score_that_is_no_share_of_right_is_ungraded(
-    score: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    groups, _ = sampled(monkeypatch, lambda prompt, text, finished: score if finished else 1)
-    assert [group.graded_scores for group in groups] == [[1.0]] * 5
+    assert found.work.ungraded == {"it gave up": 5}
     (said,) = caplog.messages
-    assert f"it returned {float(score)}; a score is from 0 (wrong) to 1 (right)" in said
+    assert said == "the prompt of row 14: an answer is ungraded: it gave up"  # the first that came
+    assert (found.work.samples, found.work.tokens) == (15, 40)
 
 
-def test_a_grader_that_says_ungraded_did_not_fail(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    groups, _ = sampled(monkeypatch, lambda prompt, text, finished: math.nan)
-    assert [group.graded_scores for group in groups] == [[]] * 5
-    assert caplog.messages == []
+def test_tokens_of_other_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="engine 0 sampled with weights of version 4; version 0 was pushed"):
+        sample(alone(Echo(version=4), monkeypatch))
 
 
-def test_each_kind_of_failure_of_a_grader_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def brittle(prompt: Prompt, text: str, finished: bool) -> float:
-        if finished:
-            raise KeyError(prompt.answer)
-        raise ZeroDivisionError(prompt.answer)
-
-    sampled(monkeypatch, brittle)
-    kinds = [next(kind for kind in ("KeyError", "ZeroDivisionError") if kind in said) for said in caplog.messages]
-    assert sorted(kinds) == ["KeyError", "ZeroDivisionError"]
-    assert all("the grader failed on the prompt of row 14" in said for said in caplog.messages)  # the first that came
-
-
-def test_a_response_that_the_engine_loses_is_an_error_that_names_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = Ranks(1)
-    world.here.rank = 0
-    monkeypatch.setattr(module, "dist", world)
-    engine = Echo(lost=(PROMPTS[3].ids[-1], 2))
-    sampler = alone(engine)
-    draws = [Draw(place=(TRAINING_STREAM, 2, n), prompt=prompt) for n, prompt in enumerate(PROMPTS)]
-    with pytest.raises(RuntimeError, match="2 of 3 responses to prompt 13"):
-        sampler.sample(draws, responses=3, max_tokens=9, sampling=SAMPLING)
+def test_a_response_that_nobody_stopped_is_not_a_part_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Echo()
+    engine.reason = "abort"
+    with pytest.raises(RuntimeError, match="engine 0 aborted a response after 3 tokens"):
+        sample(alone(engine, monkeypatch))
 
 
 def test_graders_get_text_without_special_tokens_and_whether_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,25 +233,25 @@ def test_graders_get_text_without_special_tokens_and_whether_it_ended(monkeypatc
         seen.append((prompt.index, text, finished))
         return 1.0
 
-    sampled(monkeypatch, note)
+    sample(alone(Echo(), monkeypatch, note))
     assert sorted(seen)[:3] == [(10, "#0", False), (10, "#0", True), (10, "#0", True)]
 
 
 def test_evaluation_has_seeds_of_its_own_that_do_not_depend_on_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = Ranks(1)
-    world.here.rank = 0
-    monkeypatch.setattr(module, "dist", world)
     engine = Echo()
-    sampler = alone(engine)
-    config = run_config(evaluation={"samples_per_prompt": 2, "temperature": 0.5}, rollout={"max_response_tokens": 7})
+    sampler = alone(engine, monkeypatch)
+    config = run_config(
+        seed=5, evaluation={"samples_per_prompt": 2, "temperature": 0.5}, rollout={"max_response_tokens": 7}
+    )
     metrics = evaluate(sampler, PROMPTS, config)
+    assert metrics is not None
     assert metrics.pairs["eval/accuracy"] == (5.0, 10.0)
     assert metrics.pairs["eval/length_right"] == (15.0, 5.0)
     assert metrics.pairs["eval/length_wrong"] == (10.0, 5.0)
     assert engine.sampling == Sampling(temperature=0.5)
     for row, request in enumerate(engine.asked):
         assert request.max_tokens == 7
-        assert list(request.seeds) == [response_seed(3, EVALUATION_STREAM, 0, row, sample) for sample in range(2)]
+        assert list(request.seeds) == [response_seed(5, EVALUATION_STREAM, row, sample) for sample in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -243,10 +264,7 @@ def test_evaluation_has_seeds_of_its_own_that_do_not_depend_on_the_step(monkeypa
 def test_evaluation_samples_as_its_options_say(
     options: dict[str, object], expected: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = Ranks(1)
-    world.here.rank = 0
-    monkeypatch.setattr(module, "dist", world)
     engine = Echo()
-    sampler = alone(engine)
+    sampler = alone(engine, monkeypatch)
     evaluate(sampler, PROMPTS, run_config(evaluation=options))
     assert engine.sampling == expected

@@ -93,7 +93,7 @@ def test_what_megatron_exempts_from_weight_decay_does_not_decay() -> None:
 
 
 FIXED = unchangeable(run_config(), SHAPE, "f" * 64)
-STATE = RunState(step=4, updates=8, prompts_drawn=130, fixed=FIXED)
+STATE = RunState(step=4, updates=8, collector={"position": 130}, fixed=FIXED)
 
 
 def checkpoint(directory: Path, text: str | None = None) -> Path:

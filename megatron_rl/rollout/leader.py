@@ -1,0 +1,287 @@
+"""What the rank that leads an engine does while all sample: feeds it, has answers graded, and tells the others."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from megatron_rl.errors import UserError
+from megatron_rl.rewards.grade import Grade
+from megatron_rl.rollout.engine import Engine, EngineLost, Request, Sampling, response_seed
+from megatron_rl.rollout.ledger import Completed, Draw, Event, Ledger, Lost
+from megatron_rl.types import Graded, Group, Prompt, Response
+
+log = logging.getLogger(__name__)
+
+Begun = list[Response | None]
+"""Of each sample of a group what there is of it: all, a part (its finish reason is `abort`), or nothing."""
+
+
+class Board(Protocol):
+    """Events in one order for all leaders."""
+
+    def post(self, event: Event) -> None:
+        """Tell it to all, also to oneself."""
+
+    def news(self) -> Iterable[Event]:
+        """Events since the last call, in order."""
+
+
+class Grades(Protocol):
+    """Grades groups while their leader does something else."""
+
+    def submit(self, key: int, prompt: Prompt, answers: Sequence[tuple[str, bool]]) -> None:
+        """Take the texts of a group, each with whether it ended by itself."""
+
+    def poll(self) -> list[tuple[int, list[Grade]]]:
+        """Groups whose answers are all graded since the last call; does not wait."""
+
+    def forget(self) -> None:
+        """Grade nothing more of what was taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is asked of every draw."""
+
+    responses: int
+    """Size of a group."""
+
+    max_tokens: int
+    """Longest response."""
+
+    sampling: Sampling
+    seed: int
+    """Of the run."""
+
+
+@dataclass
+class Work:
+    """What a leader has done; figures of one rank."""
+
+    tokens: int = 0
+    """Sampled, whatever became of them."""
+
+    samples: int = 0
+    """Responses begun."""
+
+    continued: int = 0
+    """Responses that were begun in a step before."""
+
+    aborted: int = 0
+    """Responses that were stopped on their way."""
+
+    engines_lost: int = 0
+    ungraded: dict[str, int] = field(default_factory=dict)
+    """Answers without a grade, by reason."""
+
+
+@dataclass
+class _InWork:
+    draw: Draw
+    answers: Begun
+    missing: int
+
+
+class Leader:
+    """Leads one engine through one rollout. Nothing in it waits long: `step` is called again and again."""
+
+    def __init__(
+        self,
+        number: int,
+        *,
+        rank: int,
+        engine: Engine,
+        grades: Grades,
+        decode: Callable[[Sequence[int]], str],
+        keeps: Callable[[Group], bool],
+        task: Task,
+        begun: Mapping[int, Begun],
+    ) -> None:
+        """Lead engine `number`.
+
+        Args:
+            number: of the engine.
+            rank: the process's.
+            engine: it.
+            grades: this rank's graders.
+            decode: token ids to text.
+            keeps: whether a group is trained on.
+            task: what is asked of every draw.
+            begun: by position of a draw, what a step before left here of its answers.
+        """
+        self.number, self.rank, self.engine, self.grades = number, rank, engine, grades
+        self.decode, self.keeps, self.task, self.begun = decode, keeps, task, dict(begun)
+        self.work = Work()
+        self.groups: dict[int, Group] = {}
+        """By number in the ledger: groups that were completed here, whole."""
+
+        self._in_work: dict[int, _InWork] = {}
+        self._asked: dict[int, tuple[int, dict[int, int]]] = {}  # by key: draw, and which of its samples are awaited
+        self._last_key = 0
+        self._lost = False
+
+    def meet(self, board: Board, version: int, *, usable: bool) -> None:
+        """Begin, or go on after all engines were lost and came back.
+
+        Args:
+            board: all leaders'.
+            version: of the weights that every engine has.
+            usable: whether this one does.
+        """
+        self._board, self._version, self._lost = board, version, not usable
+        if not usable:
+            board.post(Lost(engine=self.number))
+
+    def step(self, ledger: Ledger, wait_s: float) -> bool:
+        """Look at everything once, and wait about so long for the engine; whether anything happened."""
+        moved = False
+        for event in self._board.news():
+            moved = True
+            ledger.apply(event)
+            if ledger.over or ledger.stalled:
+                return True
+        for number, grades in self.grades.poll():
+            moved = True
+            self._complete(number, grades)
+        if not self._lost:
+            for number in ledger.open_for(self.number):
+                if number not in self._in_work and number not in self.groups:
+                    self._begin(number, ledger.entries[number].draw)
+        return self._listen(0.0 if moved else wait_s) or moved
+
+    def report_lost(self, reason: str) -> None:
+        """The engine can't sample in this phase."""
+        log.warning("engine %d was lost: %s", self.number, reason)
+        self.work.engines_lost += 1
+        self._lost, final = True, ""
+        self._asked.clear()
+        for number in [number for number, one in self._in_work.items() if one.missing]:  # others repeat them
+            self._keep_begun(number)
+        try:
+            self.engine.restart()
+        except UserError as error:
+            final = str(error)
+        self._board.post(Lost(engine=self.number, final=final))
+
+    def end(self, *, pause: bool) -> dict[int, Begun]:
+        """Stop sampling.
+
+        Returns:
+            By number in the ledger, if it is to `pause`: what there is of the groups that are not completed.
+        """
+        self.grades.forget()
+        if self._asked and not self._lost:
+            try:
+                for key, sample, response in self.engine.abort():
+                    self._take(key, sample, response)
+            except EngineLost as lost:
+                self.report_lost(str(lost))
+        left = {number: one.answers for number, one in self._in_work.items() if pause and any(one.answers)}
+        self._in_work.clear()
+        return left
+
+    def _begin(self, number: int, draw: Draw) -> None:
+        """Ask the engine for what a group lacks; answers that were begun go on, the others share one request."""
+        answers = self.begun.pop(draw.position, None) or [None] * self.task.responses
+        self._in_work[number] = _InWork(draw, answers, missing=0)
+        fresh = [sample for sample, answer in enumerate(answers) if answer is None]
+        if fresh:
+            self._ask(number, draw, fresh, ())
+        for sample, answer in enumerate(answers):
+            if answer is not None and answer.finish_reason == "abort":
+                self.work.continued += 1
+                self._ask(number, draw, [sample], answer.ids)
+        self.work.samples += len(fresh)
+        if not self._in_work[number].missing:  # only its grades were missing
+            self._grade(number)
+
+    def _ask(self, number: int, draw: Draw, samples: Sequence[int], begun: tuple[int, ...]) -> None:
+        seeds = tuple(response_seed(self.task.seed, draw.stream, draw.position, sample) for sample in samples)
+        self._last_key += 1
+        self._asked[self._last_key] = number, dict(enumerate(samples))
+        self._in_work[number].missing += len(samples)
+        request = Request(prompt_ids=draw.prompt.ids, seeds=seeds, max_tokens=self.task.max_tokens, begun=begun)
+        self.engine.submit(self._last_key, request, self.task.sampling)
+
+    def _listen(self, wait_s: float) -> bool:
+        """Take what the engine has; whether it had anything."""
+        if self._lost or not self._asked:
+            time.sleep(wait_s)
+            return False
+        try:
+            found = self.engine.poll(wait_s)
+        except EngineLost as lost:
+            self.report_lost(str(lost))
+            return True
+        for key, sample, response in found:
+            if response.finish_reason == "abort":  # a part of an answer; nobody asked for that
+                raise RuntimeError(f"engine {self.number} aborted a response after {len(response.ids)} tokens")
+            self._take(key, sample, response)
+        return bool(found)
+
+    def _take(self, key: int, sample: int, response: Response) -> None:
+        """A response, or a part of one, that an engine gave."""
+        other = set(response.weight_versions) - {self._version}
+        if other:
+            raise RuntimeError(
+                f"engine {self.number} sampled with weights of version {max(other)}; version {self._version} was pushed"
+            )
+        number, awaited = self._asked[key]
+        one, place = self._in_work[number], awaited.pop(sample)
+        if not awaited:
+            del self._asked[key]
+        self.work.tokens += len(response.ids)
+        if response.finish_reason == "abort":
+            self.work.aborted += 1
+        if response.ids or response.finish_reason != "abort":
+            one.answers[place] = joined(one.answers[place], response)
+        if response.finish_reason != "abort":
+            one.missing -= 1
+            if not one.missing:
+                self._grade(number)
+
+    def _grade(self, number: int) -> None:
+        one = self._in_work[number]
+        answers = [answer for answer in one.answers if answer is not None]
+        texts = [(self.decode(answer.ids), answer.finish_reason == "stop") for answer in answers]
+        self.grades.submit(number, one.draw.prompt, texts)
+
+    def _complete(self, number: int, grades: Sequence[Grade]) -> None:
+        one = self._in_work.pop(number)
+        graded = []
+        for answer, grade in zip(one.answers, grades, strict=True):
+            assert answer is not None
+            text = self.decode(answer.ids)
+            graded.append(Graded.of(answer, text=text, score=grade.score, details=grade.details, home=self.rank))
+            if grade.error:
+                self._note_ungraded(one.draw.prompt, grade.error)
+        group = Group(prompt=one.draw.prompt, responses=tuple(graded))
+        self.groups[number] = group
+        answers = tuple((one.length, one.finish_reason, one.score) for one in graded)
+        self._board.post(Completed(number=number, engine=self.number, answers=answers, kept=self.keeps(group)))
+
+    def _note_ungraded(self, prompt: Prompt, error: str) -> None:
+        if error not in self.work.ungraded:
+            log.warning("the prompt of row %d: an answer is ungraded: %s", prompt.index, error)
+        self.work.ungraded[error] = self.work.ungraded.get(error, 0) + 1
+
+    def _keep_begun(self, number: int) -> None:
+        one = self._in_work.pop(number)
+        if any(one.answers):
+            self.begun[one.draw.position] = one.answers
+
+
+def joined(begun: Response | None, more: Response) -> Response:
+    """A response that was begun, and what came after."""
+    if begun is None:
+        return more
+    return Response(
+        ids=begun.ids + more.ids,
+        logprobs=begun.logprobs + more.logprobs,
+        finish_reason=more.finish_reason,
+        weight_versions=begun.weight_versions + more.weight_versions,
+    )
