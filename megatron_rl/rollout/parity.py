@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.engine import Engine, Request, Sampling
+from megatron_rl.rollout.engine import Answer, Engine, Request, Sampling, generate
 from megatron_rl.rollout.waiting import EngineWait
 from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.types import Prompt, Response
@@ -229,22 +229,30 @@ class Parity:
         self._before = (trainer, scores)
         return reading
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, int, Response]]:
-        """The engine's responses (see `Engine`), whole, and none of them sampled with other weights than were pushed.
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Answer]:
+        """The engine's responses (see `generate` of engine.py), each checked, and none of them aborted."""
+        for number, sample, response in generate(self.engine, requests, sampling):
+            self.check_response(response, aborted_ok=False)
+            yield number, sample, response
+
+    def check_response(self, response: Response, aborted_ok: bool) -> None:
+        """Refuse a response of other weights than were pushed, or of which there is only a part.
+
+        Args:
+            response: what was sampled since the last update; of a response that goes on only what is new.
+            aborted_ok: it was aborted on purpose, perhaps.
 
         Raises:
-            RuntimeError: a token's weights are of another update, or a response was aborted.
+            RuntimeError: a token's weights are of another update, or it was aborted.
         """
-        for number, sample, response in self.engine.generate(requests, sampling):
-            other = set(response.weight_versions) - {self.version}
-            if other:
-                raise RuntimeError(
-                    f"engine {self.group.number} sampled with weights of version {max(other)}; version {self.version} "
-                    "was pushed"
-                )
-            if response.finish_reason == "abort":  # a part of an answer; nobody asked for that
-                raise RuntimeError(f"engine {self.group.number} aborted a response after {len(response.ids)} tokens")
-            yield number, sample, response
+        other = set(response.weight_versions) - {self.version}
+        if other:
+            raise RuntimeError(
+                f"engine {self.group.number} sampled with weights of version {max(other)}; version {self.version} "
+                "was pushed"
+            )
+        if response.finish_reason == "abort" and not aborted_ok:
+            raise RuntimeError(f"engine {self.group.number} aborted a response after {len(response.ids)} tokens")
 
 
 def make_parity(

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.rewards.graders import Grader
-from megatron_rl.rollout.engine import Generates, Request, Sampling, response_seed
+from megatron_rl.rollout.engine import Answer, Request, Sampling, response_seed
 from megatron_rl.rollout.waiting import EngineWait
 from megatron_rl.types import FinishReason, Graded, Group, Prompt, Response
 
@@ -35,11 +36,18 @@ class Draw:
     prompt: Prompt
 
 
+class Answers(Protocol):
+    """Where responses come from: an engine, checked (see `Parity`)."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Answer]:
+        """All responses to `requests`, as they complete."""
+
+
 class GroupSampler:
     """Divides prompts over the engines, grades what they answer, and tells every rank of the groups in their order."""
 
     def __init__(
-        self, engine: Generates, wait: EngineWait, grader: Grader, tokenizer: PreTrainedTokenizerBase, seed: int
+        self, engine: Answers, wait: EngineWait, grader: Grader, tokenizer: PreTrainedTokenizerBase, seed: int
     ) -> None:
         self.engine, self.wait, self.grader, self.tokenizer, self.seed = engine, wait, grader, tokenizer, seed
         self._failures_said: set[type[BaseException]] = set()

@@ -13,7 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megatron_rl.errors import UserError
 from megatron_rl.resharding.sync import push_weights
-from megatron_rl.rollout.engine import Request, Sampling
+from megatron_rl.rollout.engine import Request, Sampling, generate
 from megatron_rl.rollout.groups import EngineGroup
 from megatron_rl.rollout.parity import Alarms, Parity
 from megatron_rl.rollout.sglang import SglangEngine
@@ -43,7 +43,7 @@ def check_answers(
     """Greedy answers, samples and scores are those of the weights that were pushed, by transformers and the trainer."""
     requests = [Request(prompt_ids=prompt, seeds=tuple(range(16)), max_tokens=12) for prompt in PROMPTS]
     for sampling in (Sampling(greedy=True), Sampling(temperature=0.8)):
-        answers = list(engine.generate(requests, sampling))
+        answers = list(generate(engine, requests, sampling))
         assert len(answers) == 64
         for number, _, response in answers:
             prompt = PROMPTS[number]
