@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -139,9 +140,8 @@ class SglangEngine:
             try:
                 found = self._asker.take(min(LOOK_S, max(left, 0)))
             except EngineLost as error:
-                self._look()  # a better reason, if it has ended
-                self._lost = str(error)
-                raise
+                self._lose(error)
+                break
             except (UserError, RuntimeError):
                 self._look()
                 raise
@@ -165,9 +165,8 @@ class SglangEngine:
             try:
                 self._control.abort(patience)
                 found = self._asker.take(ABORT_EVERY_S)
-                self._look()
             except (EngineLost, Unreachable) as error:
-                self._lost = self._lost or str(error)
+                self._lose(error)
                 break
             ended += found
             heard = time.monotonic() if found else heard
@@ -183,7 +182,11 @@ class SglangEngine:
         if not self.health():
             raise RuntimeError("score: the weights are undefined (asleep, or not updated since waking)")
         # One after another: how requests meet in a batch would change their rounding from update to update.
-        return [self._asking().score(ids, self._look) for ids in sequences]
+        try:
+            return [self._asking().score(ids, self._look) for ids in sequences]
+        except EngineLost as error:
+            self._lose(error)
+            raise EngineLost(self._lost) from error
 
     def _asking(self) -> Asker:
         """What asks the server, for as long as that lives."""
@@ -202,6 +205,12 @@ class SglangEngine:
                 client, max_concurrent=options.max_concurrent_prompts, hung_after_s=options.hung_after_s
             )
         return self._asker
+
+    def _lose(self, error: Exception) -> None:
+        """Take it for lost because of `error`, or of what lies behind that."""
+        with suppress(EngineLost):
+            self._look()
+        self._lost = self._lost or str(error)
 
     def _look(self) -> None:
         """Raise EngineLost if the server has ended or hangs."""
@@ -291,7 +300,7 @@ class SglangEngine:
             self._keep_up()
             try:
                 self._release()
-            except Unreachable as error:  # it died or hung unnoticed; a new one needn't be asked twice
+            except Unreachable as error:  # it hung, and nobody had noticed
                 self._lost = str(error)
                 self._keep_up()
                 self._release()

@@ -158,6 +158,22 @@ def test_aborted_answers_go_on_and_their_logprobs_are_those_of_the_whole(awake: 
             assert part.logprobs + rest[number].logprobs == pytest.approx(scored, abs=1e-4)
 
 
+def test_an_abort_at_any_moment_ends_all_and_the_next_request_is_taken(
+    awake: SglangEngine, weights: Qwen2ForCausalLM
+) -> None:
+    """On their way to the server, in the prompt's own prefill, before and after the first token."""
+    for wait_s in (0, 0.005, 0.01, 0.02, 0.04, 0.08):
+        for key in range(3):
+            awake.submit(key, long(key), Sampling())
+        time.sleep(wait_s)
+        begun = time.monotonic()
+        ended = awake.abort()
+        assert time.monotonic() - begun < 3
+        assert {(key, sample) for key, sample, _ in ended} == {(key, sample) for key in range(3) for sample in range(4)}
+        assert {response.finish_reason for _, _, response in ended} == {"abort"}
+        check_greedy(awake, weights, 5)
+
+
 def test_a_killed_server_is_told_and_started_again(engine: SglangEngine, weights: Qwen2ForCausalLM) -> None:
     wake(engine, weights, 6)
     log_file = engine.directory / "server.log"
