@@ -119,6 +119,9 @@ class RolloutConfig(Section):
     max_concurrent: Positive = 512
     """Responses that the embedded engine samples at once."""
 
+    engine_restarts: NotNegative = 3
+    """How often one engine that died or hung may be started again in a run; once more, and the run ends. SGLang's."""
+
     heartbeat_timeout_s: Positive = 120
     """A rank that leads an engine and gives no sign of life for so long while all sample ends the run."""
 

@@ -80,7 +80,7 @@ class Run:
         self.fixed = unchangeable(config, spec.shape, data.fingerprint)
         heldout = load_prompts(config.data.eval, tokenizer, config.data) if config.data.eval else None
         self.heldout = heldout.prompts if heldout else ()
-        grader = load_grader(config.rewards)
+        check_graders(config.rewards)
         loss = load_loss(config.algorithm)
         try_batch(config)
         with HfReader(config.model.path, spec.shape):
@@ -106,7 +106,7 @@ class Run:
         wait = EngineWait(store, group, timeout_s=config.rollout.heartbeat_timeout_s)
         self.parity = make_parity(config, data.prompts, vocabulary, self.engine, wait, self.progress.say)
         self.pool = GraderPool(config.rewards)
-        self.sampler = GroupSampler(self.engine, wait, self.pool, tokenizer, self.parity)
+        self.sampler = GroupSampler(self.engine, wait, self.pool, tokenizer, self.parity.check_response)
         self.prompts = data.prompts
         stream = PromptStream(data.prompts, config.seed)
         self.collector = Collector(self.sampler, stream, config, self.progress.say)

@@ -110,6 +110,9 @@ class FakeEngine:
     def restart(self) -> None:
         self.usable, self.dies_at = False, math.inf
 
+    def stop(self) -> None:
+        self.usable = False
+
     def next_event(self) -> float:
         """When something completes, if nothing else is asked of it."""
         if not self._ends:
@@ -264,7 +267,7 @@ class SimulatedSampler:
                 ledger.revive()
         events: list[Event] = []
         for leader, engine in zip(self._leaders, self.engines, strict=True):
-            leader.meet(self.make_board(events), engine.version, usable=engine.usable)
+            leader.meet(self.make_board(events), lambda response, aborted_ok: None, usable=engine.usable)
         while not all(ledger.over or ledger.stalled for ledger in self._ledgers):
             moved = False
             for number in self.order.permutation(len(self._leaders)).tolist():

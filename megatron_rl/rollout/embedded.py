@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +14,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from megatron_rl.algorithms.policy import policy_logits
-from megatron_rl.rollout.engine import Request, Sampling
+from megatron_rl.rollout.engine import Answer, Request, Sampling
 from megatron_rl.training import cpu
-from megatron_rl.types import Response
+from megatron_rl.types import FinishReason, Response
 
 
 class EmbeddedEngine:
@@ -47,6 +50,8 @@ class EmbeddedEngine:
         self._model: torch.nn.Module | None = None
         self._asleep = False
         self._usable = False
+        self._queue: list[_Wanted] = []
+        self._chunk: _Chunk | None = None
 
     def start(self) -> None:
         """Build the model; its weights are the initialisation's until the first update."""
@@ -67,6 +72,7 @@ class EmbeddedEngine:
         if self._asleep:
             raise RuntimeError("update_weights: the engine sleeps; wake it first")
         self._usable = False
+        self._drop()
         targets = dict(self._running().named_parameters())
         for name, tensor in tensors:
             if name not in targets:
@@ -81,6 +87,7 @@ class EmbeddedEngine:
     def sleep(self) -> None:
         """See `Engine`."""
         self._usable, self._asleep = False, True
+        self._drop()
         for parameter in self._running().parameters():
             parameter.data = parameter.data.new_empty(0)
 
@@ -101,21 +108,51 @@ class EmbeddedEngine:
     def stop(self) -> None:
         """See `Engine`."""
         self._model, self._usable = None, False
+        self._drop()
 
-    @torch.no_grad()
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, int, Response]]:
-        """See `Engine`. A prompt's keys and values are computed once for all its samples in a batch."""
+    def submit(self, key: int, request: Request, sampling: Sampling) -> None:
+        """See `Engine`."""
         if not self._usable:
-            raise RuntimeError("generate: the weights are undefined (asleep, or not updated since waking)")
-        chunk: list[tuple[int, int]] = []
-        for number, request in enumerate(requests):
-            for sample in range(len(request.seeds)):
-                chunk.append((number, sample))
-                if len(chunk) == self.max_concurrent:
-                    yield from self._sample(requests, chunk, sampling)
-                    chunk = []
-        if chunk:
-            yield from self._sample(requests, chunk, sampling)
+            raise RuntimeError("submit: the weights are undefined (asleep, or not updated since waking)")
+        self._queue += [_Wanted(key, sample, request, sampling) for sample in range(len(request.seeds))]
+
+    def poll(self, wait_s: float) -> list[Answer]:
+        """See `Engine`. Responses are sampled here: a chunk from the queue, and when all of it is done the next one.
+
+        So chunks depend on the order of submissions and completions, and not on the time that anything takes.
+        """
+        deadline = time.monotonic() + wait_s
+        done: list[Answer] = []
+        while not done and (self._chunk or self._queue):
+            self._chunk = self._chunk or self._next_chunk()
+            done = self._chunk.step()
+            if not self._chunk.alive:
+                self._chunk = None
+            if time.monotonic() >= deadline:
+                break
+        return done
+
+    def abort(self) -> list[Answer]:
+        """See `Engine`."""
+        ended = self._chunk.abort() if self._chunk else []
+        ended += [wanted.answer((), (), "abort", self.version) for wanted in self._queue]
+        self._drop()
+        return ended
+
+    def restart(self) -> None:
+        """It is a part of this process: it can't be lost without it."""
+        raise RuntimeError("the embedded engine is never lost, so it can't be started again")
+
+    def _drop(self) -> None:
+        self._chunk = None
+        self._queue.clear()
+
+    def _next_chunk(self) -> _Chunk:
+        """The first ones of the queue that are sampled alike, at most `max_concurrent`."""
+        sampling = self._queue[0].sampling
+        chunk = list(takewhile(lambda wanted: wanted.sampling == sampling, self._queue))[: self.max_concurrent]
+        del self._queue[: len(chunk)]
+        return _Chunk(self._running(), chunk, self.eos, self.vocabulary, self.version)
 
     @torch.no_grad()
     def score(self, sequences: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
@@ -129,50 +166,94 @@ class EmbeddedEngine:
             scores.append(tuple(logits.log_softmax(-1).gather(-1, tokens[0, 1:, None]).squeeze(-1).tolist()))
         return scores
 
-    def _sample(
-        self, requests: Sequence[Request], chunk: list[tuple[int, int]], sampling: Sampling
-    ) -> Iterator[tuple[int, int, Response]]:
-        batch = _Batch(self._running(), [requests[n].prompt_ids for n in dict.fromkeys(n for n, _ in chunk)])
-        order = {number: row for row, number in enumerate(dict.fromkeys(n for n, _ in chunk))}
-        logits = batch.prefill(copies=[order[number] for number, _ in chunk])
-        seeds = [requests[number].seeds[sample] for number, sample in chunk]
-        budgets = [requests[number].max_tokens for number, _ in chunk]
-        uniforms = _uniforms(seeds, max(budgets)).to(logits.device)
-        eos = torch.tensor(sorted(self.eos), device=logits.device)
-        ids: list[list[int]] = [[] for _ in chunk]
-        logprobs: list[list[float]] = [[] for _ in chunk]
-        alive = list(range(len(chunk)))  # the response of each row of the batch, in order
-        for position in range(max(budgets)):
-            scaled = policy_logits(logits, temperature=sampling.temperature, allowed=self.vocabulary)
-            distribution = scaled.log_softmax(-1)
-            if sampling.greedy:
-                tokens = distribution.argmax(-1)
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A response that is to be sampled."""
+
+    key: int
+    sample: int
+    request: Request
+    sampling: Sampling
+
+    def answer(self, ids: Sequence[int], logprobs: Sequence[float], reason: FinishReason, version: int) -> Answer:
+        versions = (version,) * len(ids)
+        response = Response(ids=tuple(ids), logprobs=tuple(logprobs), finish_reason=reason, weight_versions=versions)
+        return self.key, self.sample, response
+
+
+class _Chunk:
+    """Responses that are sampled together, a token of each at a time."""
+
+    def __init__(
+        self, model: torch.nn.Module, wanted: Sequence[_Wanted], eos: frozenset[int], vocabulary: int, version: int
+    ) -> None:
+        self.model, self.wanted, self.vocabulary, self.version = model, wanted, vocabulary, version
+        self.sampling = wanted[0].sampling
+        self.alive = list(range(len(wanted)))
+        """The response of each row of the batch, in order."""
+
+        self._ids: list[list[int]] = [[] for _ in wanted]
+        self._logprobs: list[list[float]] = [[] for _ in wanted]
+        device = next(model.parameters()).device
+        self._eos = torch.tensor(sorted(eos), device=device)
+        # A response that goes on draws from the place in its own numbers that it would have reached.
+        requests = [one.request for one in wanted]
+        seeds = [request.seeds[one.sample] for request, one in zip(requests, wanted, strict=True)]
+        self._uniforms = _uniforms(seeds, [(len(request.begun), request.room) for request in requests]).to(device)
+        self._begin()
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Keys and values of a prompt, and of what is begun, are computed once for all their samples."""
+        texts = [one.request.prompt_ids + one.request.begun for one in self.wanted]
+        order = {text: row for row, text in enumerate(dict.fromkeys(texts))}
+        self._batch = _Batch(self.model, list(order))
+        self._logits = self._batch.prefill(copies=[order[text] for text in texts])
+        self._length = 0
+
+    @torch.no_grad()
+    def step(self) -> list[Answer]:
+        """Sample a token of each response; those that it completed."""
+        if self._length:
+            self._logits = self._batch.step(self._tokens)
+        scaled = policy_logits(self._logits, temperature=self.sampling.temperature, allowed=self.vocabulary)
+        distribution = scaled.log_softmax(-1)
+        if self.sampling.greedy:
+            tokens = distribution.argmax(-1)
+        else:
+            uniforms = self._uniforms[self.alive, self._length]
+            tokens = _draw(_nucleus(distribution, self.sampling.top_p), uniforms)
+        chosen = distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        for row, token, logprob in zip(self.alive, tokens.tolist(), chosen.tolist(), strict=True):
+            self._ids[row].append(token)
+            self._logprobs[row].append(logprob)
+        self._length += 1
+        return self._keep(tokens)
+
+    def _keep(self, tokens: Tensor) -> list[Answer]:
+        """Go on with the rows that aren't over; the others' responses."""
+        done, going = [], []
+        for place, (row, stopped) in enumerate(zip(self.alive, torch.isin(tokens, self._eos).tolist(), strict=True)):
+            if stopped or self._length == self.wanted[row].request.room:
+                done.append(self._answer(row, "stop" if stopped else "length"))
             else:
-                tokens = _draw(_nucleus(distribution, sampling.top_p), uniforms[alive, position])
-            chosen = distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-            stopped = torch.isin(tokens, eos).tolist()
-            for row, token, logprob in zip(alive, tokens.tolist(), chosen.tolist(), strict=True):
-                ids[row].append(token)
-                logprobs[row].append(logprob)
-            going = []
-            for place, (row, over) in enumerate(zip(alive, stopped, strict=True)):
-                if not over and position + 1 < budgets[row]:
-                    going.append(place)
-                else:
-                    response = Response(
-                        ids=tuple(ids[row]),
-                        logprobs=tuple(logprobs[row]),
-                        finish_reason="stop" if over else "length",
-                        weight_versions=(self.version,) * len(ids[row]),
-                    )
-                    yield (*chunk[row], response)
-            if not going:
-                return
-            if len(going) < len(alive):
-                rows = torch.tensor(going, device=logits.device)
-                batch.select(rows)
-                alive, tokens = [alive[place] for place in going], tokens[rows]
-            logits = batch.step(tokens)
+                going.append(place)
+        self._tokens = tokens
+        if len(going) < len(self.alive):
+            self.alive = [self.alive[place] for place in going]
+            if going:
+                rows = torch.tensor(going, device=tokens.device)
+                self._batch.select(rows)
+                self._tokens = tokens[rows]
+        return done
+
+    def abort(self) -> list[Answer]:
+        """What there is of those that aren't over."""
+        return [self._answer(row, "abort") for row in self.alive]
+
+    def _answer(self, row: int, reason: FinishReason) -> Answer:
+        return self.wanted[row].answer(self._ids[row], self._logprobs[row], reason, self.version)
 
 
 class _Batch:
@@ -221,9 +302,12 @@ class _Batch:
         ).logits[:, -1]
 
 
-def _uniforms(seeds: Sequence[int], count: int) -> Tensor:
-    """`[responses, count]` uniform numbers, each row from its own generator."""
-    return torch.from_numpy(np.stack([np.random.Generator(np.random.Philox(key=seed)).random(count) for seed in seeds]))
+def _uniforms(seeds: Sequence[int], spans: Sequence[tuple[int, int]]) -> Tensor:
+    """`[responses, most]` uniform numbers: of each one's own generator so many after a first; 0 beyond."""
+    numbers = np.zeros((len(seeds), max(count for _, count in spans)))
+    for row, (seed, (first, count)) in enumerate(zip(seeds, spans, strict=True)):
+        numbers[row, :count] = np.random.Generator(np.random.Philox(key=seed)).random(first + count)[first:]
+    return torch.from_numpy(numbers)
 
 
 def _nucleus(logprobs: Tensor, top_p: float) -> Tensor:

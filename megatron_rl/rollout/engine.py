@@ -1,13 +1,21 @@
 """What the loop asks of a rollout engine. Token ids in, token ids out."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
+from megatron_rl.errors import UserError
 from megatron_rl.types import Response
+
+POLL_S = 1.0
+"""How long `generate` waits for the next response before it asks again."""
+
+
+class EngineLost(UserError):
+    """An engine has died, or hangs; says why. `restart` replaces it; where nobody does, the run ends with this line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,14 +27,22 @@ class Request:
     """One for each response; its length is the number of responses."""
 
     max_tokens: int
-    """Longest response, in tokens, what is begun of it included."""
+    """Longest response, in tokens, what is begun included."""
 
     begun: tuple[int, ...] = ()
-    """Ids that the response has already; it goes on after them. Then there is one seed."""
+    """Ids that the response has already, sampled before; it goes on after them. Then there is one seed."""
 
+    def __post_init__(self) -> None:
+        if self.begun and (len(self.seeds) != 1 or len(self.begun) >= self.max_tokens):
+            raise ValueError(
+                f"a response that goes on has one seed and room: {len(self.seeds)} seeds, {len(self.begun)} of "
+                f"{self.max_tokens} tokens"
+            )
 
-class EngineLost(Exception):
-    """An engine has died or hung; says why on one line. `Engine.restart` replaces it."""
+    @property
+    def room(self) -> int:
+        """The most tokens that may still be sampled for each response."""
+        return self.max_tokens - len(self.begun)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,32 +57,41 @@ class Sampling:
     """Draw from the smallest set of most likely tokens that have at least this probability together."""
 
 
+Answer = tuple[int, int, Response]
+"""Key of the request, number of the sample, and what was sampled: of a response that goes on only what is new."""
+
+
 class Generates(Protocol):
-    """All that sampling asks of an engine. Responses hold only what is new to them, if they were begun before."""
+    """All that sampling asks of an engine."""
 
     def submit(self, key: int, request: Request, sampling: Sampling) -> None:
-        """Take a request; its responses come from `poll`. Keys are unique among those under way."""
-
-    def poll(self, wait_s: float) -> list[tuple[int, int, Response]]:
-        """(key, sample number, response) of what has completed; waits about so long for the first.
+        """Take a request; its responses come from `poll`. No other request of this key may be under way.
 
         Raises:
-            EngineLost: the engine has died or hung.
+            EngineLost: it is known to have died.
+            RuntimeError: it has no weights to sample with.
         """
 
-    def abort(self) -> list[tuple[int, int, Response]]:
-        """End all that is under way: what has completed, and of the rest, with finish reason `abort`, what there is.
+    def poll(self, wait_s: float) -> list[Answer]:
+        """What has completed, in any order; waits about `wait_s` at most for the first. None is under way: none comes.
 
-        Raises: as `poll`.
+        Raises:
+            EngineLost: the engine died, or hangs; what was under way is lost.
+        """
+
+    def abort(self) -> list[Answer]:
+        """End everything under way: what has completed, and the rest, with `abort` for a reason, as far as it came.
+
+        A lost engine is not told here; of what it had, nothing has come.
         """
 
 
 class Engine(Generates, Protocol):
-    """A rollout engine, seen from the ranks that share it. Only the one that leads it generates and scores; the other
-    calls are made on all of them, in the same order.
+    """A rollout engine, seen from the ranks that share it. Only the one that leads it generates, scores and restarts;
+    the other calls are made on all of them, in the same order.
 
-    A step: `wake`, `update_weights`, `resume`, then `generate` and `score`, then `sleep`. Between `wake` and the end of
-    `update_weights` its parameters are undefined.
+    A step: `wake`, `update_weights`, `resume`, then requests and scores, then `sleep`. Between `wake` and the end of
+    `update_weights` its parameters are undefined. Both, and `sleep`, drop what is under way: `abort` it before.
     """
 
     def start(self) -> None:
@@ -87,18 +112,35 @@ class Engine(Generates, Protocol):
     def resume(self) -> None:
         """Take memory for keys and values too, when weights are updated, and generate from then on. Again: nothing."""
 
-    def restart(self) -> None:
-        """Begin to replace an engine that was lost, and don't wait for it; it gets its weights with the others.
-
-        Raises:
-            UserError: it was started again too often (`rollout.engine_restarts`).
-        """
-
     def health(self) -> bool:
         """Whether it can generate now."""
 
+    def restart(self) -> None:
+        """Begin to replace an engine that was lost, and don't wait for it; in the main thread. What it had is gone.
+
+        `sleep` waits for it; it has weights again after the next `wake`, `update_weights` and `resume`.
+
+        Raises:
+            UserError: it was started again `rollout.engine_restarts` times already.
+        """
+
     def stop(self) -> None:
         """End it. Again does nothing."""
+
+
+def generate(engine: Generates, requests: Sequence[Request], sampling: Sampling) -> Iterator[Answer]:
+    """All responses to `requests`, as they complete; their keys are their numbers. Nothing else may be under way.
+
+    Raises:
+        EngineLost: the engine died, or hangs.
+    """
+    for number, request in enumerate(requests):
+        engine.submit(number, request, sampling)
+    left = sum(len(request.seeds) for request in requests)
+    while left > 0:
+        for answer in engine.poll(POLL_S):
+            left -= 1
+            yield answer
 
 
 def response_seed(*path: int) -> int:

@@ -124,15 +124,15 @@ class Leader:
         self._last_key = 0
         self._lost = False
 
-    def meet(self, board: Board, version: int, *, usable: bool) -> None:
+    def meet(self, board: Board, check: Callable[[Response, bool], None], *, usable: bool) -> None:
         """Begin, or go on after all engines were lost and came back.
 
         Args:
             board: all leaders'.
-            version: of the weights that every engine has.
-            usable: whether this one does.
+            check: refuses responses of other weights than all engines should have, and aborted ones unless they may be.
+            usable: whether this engine has weights.
         """
-        self._board, self._version, self._lost = board, version, not usable
+        self._board, self._check, self._lost = board, check, not usable
         if not usable:
             board.post(Lost(engine=self.number))
 
@@ -147,11 +147,17 @@ class Leader:
         for number, grades in self.grades.poll():
             moved = True
             self._complete(number, grades)
-        if not self._lost:
+        if self._lost:
+            time.sleep(0.0 if moved else wait_s)
+            return moved
+        try:
             for number in ledger.open_for(self.number):
                 if number not in self._in_work and number not in self.groups:
                     self._begin(number, ledger.entries[number].draw)
-        return self._listen(0.0 if moved else wait_s) or moved
+            return self._listen(0.0 if moved else wait_s) or moved
+        except EngineLost as lost:
+            self.report_lost(str(lost))
+            return True
 
     def report_lost(self, reason: str) -> None:
         """The engine can't sample in this phase."""
@@ -165,6 +171,7 @@ class Leader:
             self.engine.restart()
         except UserError as error:
             final = str(error)
+            self.engine.stop()
         self._board.post(Lost(engine=self.number, final=final))
 
     def end(self, *, pause: bool) -> dict[int, Begun]:
@@ -175,11 +182,9 @@ class Leader:
         """
         self.grades.forget()
         if self._asked and not self._lost:
-            try:
-                for key, sample, response in self.engine.abort():
-                    self._take(key, sample, response)
-            except EngineLost as lost:
-                self.report_lost(str(lost))
+            for key, sample, response in self.engine.abort():
+                self._check(response, True)
+                self._take(key, sample, response)
         left = {number: one.answers for number, one in self._in_work.items() if pause and any(one.answers)}
         self._in_work.clear()
         return left
@@ -209,27 +214,17 @@ class Leader:
 
     def _listen(self, wait_s: float) -> bool:
         """Take what the engine has; whether it had anything."""
-        if self._lost or not self._asked:
+        if not self._asked:
             time.sleep(wait_s)
             return False
-        try:
-            found = self.engine.poll(wait_s)
-        except EngineLost as lost:
-            self.report_lost(str(lost))
-            return True
+        found = self.engine.poll(wait_s)
         for key, sample, response in found:
-            if response.finish_reason == "abort":  # a part of an answer; nobody asked for that
-                raise RuntimeError(f"engine {self.number} aborted a response after {len(response.ids)} tokens")
+            self._check(response, False)
             self._take(key, sample, response)
         return bool(found)
 
     def _take(self, key: int, sample: int, response: Response) -> None:
         """A response, or a part of one, that an engine gave."""
-        other = set(response.weight_versions) - {self._version}
-        if other:
-            raise RuntimeError(
-                f"engine {self.number} sampled with weights of version {max(other)}; version {self._version} was pushed"
-            )
         number, awaited = self._asked[key]
         one, place = self._in_work[number], awaited.pop(sample)
         if not awaited:

@@ -49,6 +49,9 @@ class SglangConfig(Section):
     request_timeout_s: Seconds = 3600
     """How long one prompt's responses may take together, time in the server's queue included."""
 
+    hung_after_s: Seconds = 120
+    """A server from which no token has come for so long while some are awaited is taken for hung, and started again."""
+
     max_concurrent_prompts: Positive = 512
     """Prompts that a server is asked for at once; it queues what doesn't fit its cache."""
 

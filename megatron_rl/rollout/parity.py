@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.engine import Engine, Request, Sampling
+from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.waiting import EngineWait
 from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.types import Prompt, Response
@@ -208,11 +208,16 @@ class Parity:
         mine: Reading | None = None
         with self.wait.until_all_are_done():
             if self.group.leads:
-                mine = self._read(self._expected)
+                try:
+                    mine = self._read(self._expected)
+                except EngineLost:  # the others sample without it
+                    self.engine.restart()
         self._expected = None
         gathered: list[Reading | None] = [None] * self.group.world
         dist.all_gather_object(gathered, mine)  # so that all ranks judge by the same numbers
         readings = [reading for reading in gathered if reading is not None]
+        if not readings:
+            return MeanMetrics()
         warning = self.alarms.check(step, readings)
         if warning:
             self.say(warning)
@@ -229,22 +234,24 @@ class Parity:
         self._before = (trainer, scores)
         return reading
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, int, Response]]:
-        """The engine's responses (see `Engine`), whole, and none of them sampled with other weights than were pushed.
+    def check_response(self, response: Response, aborted_ok: bool) -> None:
+        """Refuse a response of other weights than were pushed, or of which there is only a part.
+
+        Args:
+            response: what was sampled since the last update; of a response that goes on only what is new.
+            aborted_ok: it was aborted on purpose, perhaps.
 
         Raises:
-            RuntimeError: a token's weights are of another update, or a response was aborted.
+            RuntimeError: a token's weights are of another update, or it was aborted.
         """
-        for number, sample, response in self.engine.generate(requests, sampling):
-            other = set(response.weight_versions) - {self.version}
-            if other:
-                raise RuntimeError(
-                    f"engine {self.group.number} sampled with weights of version {max(other)}; version {self.version} "
-                    "was pushed"
-                )
-            if response.finish_reason == "abort":  # a part of an answer; nobody asked for that
-                raise RuntimeError(f"engine {self.group.number} aborted a response after {len(response.ids)} tokens")
-            yield number, sample, response
+        other = set(response.weight_versions) - {self.version}
+        if other:
+            raise RuntimeError(
+                f"engine {self.group.number} sampled with weights of version {max(other)}; version {self.version} "
+                "was pushed"
+            )
+        if response.finish_reason == "abort" and not aborted_ok:
+            raise RuntimeError(f"engine {self.group.number} aborted a response after {len(response.ids)} tokens")
 
 
 def make_parity(

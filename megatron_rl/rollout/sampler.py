@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Protocol
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
@@ -20,19 +19,11 @@ from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.leader import Begun, Grades, Leader, Task, Work
 from megatron_rl.rollout.ledger import Event, Ledger
 from megatron_rl.rollout.waiting import EngineWait, pause_s
-from megatron_rl.types import Graded, Group
+from megatron_rl.types import Graded, Group, Response
 
 
 class EnginesGoneError(UserError):
     """Engines fail again and again. Raised on every rank, between two collectives: the run can still be saved."""
-
-
-class HasVersion(Protocol):
-    """Knows the optimizer steps behind the weights that every engine has."""
-
-    @property
-    def version(self) -> int:
-        """Their number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +49,18 @@ class GroupSampler:
         wait: EngineWait,
         grades: Grades,
         tokenizer: PreTrainedTokenizerBase,
-        weights: HasVersion,
+        check: Callable[[Response, bool], None],
     ) -> None:
-        self.engine, self.wait, self.grades, self.tokenizer, self.weights = engine, wait, grades, tokenizer, weights
+        """Sample with `engine`, that of this rank's group.
+
+        Args:
+            engine: it.
+            wait: how the ranks wait for each other.
+            grades: this rank's graders.
+            tokenizer: of the model.
+            check: refuses responses of other weights than were pushed, and aborted ones unless they may be.
+        """
+        self.engine, self.wait, self.grades, self.tokenizer, self.check = engine, wait, grades, tokenizer, check
         self.ledger: Ledger | None = None
         """Of the groups that are sampled now; the same on every rank between two calls."""
 
@@ -113,7 +113,7 @@ class GroupSampler:
         with wait.until_all_are_done() as look:
             if leader:
                 board = StoreBoard(wait.store, f"rollout/{wait.number}/events")
-                leader.meet(board, self.weights.version, usable=self.engine.health())
+                leader.meet(board, self.check, usable=self.engine.health())
                 moved = time.monotonic()
                 while not (ledger.over or ledger.stalled):
                     if leader.step(ledger, pause_s(time.monotonic() - moved)):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import logging
 import math
-import queue
-import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,16 +18,16 @@ from torch import Tensor
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.resharding.names import hf_shapes
-from megatron_rl.rollout.engine import Request, Sampling
+from megatron_rl.rollout.engine import Answer, EngineLost, Request, Sampling
 from megatron_rl.rollout.groups import EngineGroup
+from megatron_rl.rollout.sglang_asker import LOOK_S, Asker
 from megatron_rl.rollout.sglang_buckets import ALIGNMENT, BUCKET_BYTES, Buckets
 from megatron_rl.rollout.sglang_client import SglangClient
-from megatron_rl.rollout.sglang_control import SglangControl
-from megatron_rl.rollout.sglang_server import SglangServer, local_gpus
+from megatron_rl.rollout.sglang_control import SglangControl, Unreachable
+from megatron_rl.rollout.sglang_server import ServerEnded, SglangServer, local_gpus
 from megatron_rl.training import cpu, setup
 from megatron_rl.training.hf_config import ModelSpec
 from megatron_rl.training.model import DTYPES
-from megatron_rl.types import Response
 
 WEIGHTS, CACHE = ("weights",), ("kv_cache", "cuda_graph")
 """What of a server's memory is taken to be synced, and what only to generate."""
@@ -36,8 +35,11 @@ WEIGHTS, CACHE = ("weights",), ("kv_cache", "cuda_graph")
 ROOM = 8
 """Positions that SGLang keeps for itself at the end of a model's: it would cut the longest responses short."""
 
-LOOK_S = 1.0
-"""How often the server is looked after while responses are awaited."""
+ABORT_EVERY_S, LONGEST_ABORT_S = 0.2, 30.0
+"""All that a server has is aborted again and again until every reply has come: a request may have been on its way. One
+that lets nothing come for so long is lost."""
+
+log = logging.getLogger(__name__)
 
 
 class SglangEngine:
@@ -76,9 +78,12 @@ class SglangEngine:
         self._buckets = Buckets(cpu.device(), min(BUCKET_BYTES, of_model + ALIGNMENT * len(self._sizes)))
         self._server: SglangServer | None = None
         self._control: SglangControl | None = None
+        self._asker: Asker | None = None
         self._ranks: dist.ProcessGroup | None = None
         self._has = {*WEIGHTS, *CACHE}  # of its memory
         self._generates, self.version = True, -1
+        self._lost = ""  # why
+        self._starting, self._restarts = False, 0
 
     def start(self) -> None:
         """Start the server, with made-up weights, and wait for it; on all ranks of the run.
@@ -113,39 +118,156 @@ class SglangEngine:
         self._server.start()
         self._control = SglangControl(self._server.url, self._server.admin_key)
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, int, Response]]:
+    def submit(self, key: int, request: Request, sampling: Sampling) -> None:
+        """See `Engine`."""
+        if self._lost:
+            raise EngineLost(self._lost)
+        if not self.health():
+            raise RuntimeError("submit: the weights are undefined (asleep, or not updated since waking)")
+        self._asking().ask(key, request, sampling)
+
+    def poll(self, wait_s: float) -> list[Answer]:
         """See `Engine`.
 
         Raises:
-            UserError: the server has ended.
+            EngineLost: the server has ended, hangs, or can't be reached.
+            UserError: it refused the key, or its cache is too small.
             RuntimeError: it refused a request, or took too long.
         """
-        if not self.health():
-            raise RuntimeError("generate: the weights are undefined (asleep, or not updated since waking)")
-        asked = [(number, 0, request) for number, request in enumerate(requests)]
-        if self.config.rollout.deterministic:  # a seed is a request's, not a sample's
-            asked = [
-                (number, sample, replace(request, seeds=(seed,)))
-                for number, request in enumerate(requests)
-                for sample, seed in enumerate(request.seeds)
-            ]
+        deadline = time.monotonic() + wait_s
+        while not self._lost and self._asker and self._asker.busy:
+            left = deadline - time.monotonic()
+            try:
+                found = self._asker.take(min(LOOK_S, max(left, 0)))
+            except EngineLost as error:
+                self._lose(error)
+                break
+            except (UserError, RuntimeError):
+                self._look()
+                raise
+            if found:
+                return found
+            self._look()
+            if left <= 0:
+                break
+        if self._lost:
+            raise EngineLost(self._lost)
+        return []
 
-        async def answer(client: SglangClient, one: tuple[int, int, Request]) -> Any:
-            number, first, request = one
-            responses = await client.generate(request, sampling)
-            return [(number, first + sample, response) for sample, response in enumerate(responses)]
-
-        for responses in self._replies(asked, answer):
-            yield from responses
+    def abort(self) -> list[Answer]:
+        """See `Engine`. Not by a pause: that would hold up, and later let go, what was on its way to the server."""
+        ended: list[Answer] = []
+        patience = min(self.config.rollout.sglang.hung_after_s, LONGEST_ABORT_S)
+        heard = time.monotonic()
+        if self._asker:
+            self._asker.call_off()
+        while not self._lost and self._asker and self._asker.busy and self._control:
+            try:
+                self._control.abort(patience)
+                found = self._asker.take(ABORT_EVERY_S)
+            except (EngineLost, Unreachable) as error:
+                self._lose(error)
+                break
+            ended += found
+            heard = time.monotonic() if found else heard
+            if time.monotonic() - heard > patience:
+                self._lost = f"engine {self.group.number}: nothing came for {patience:g} s after an abort"
+        if self._asker and self._asker.busy:
+            ended += self._asker.give_up()
+            self._asker = None
+        return ended
 
     def score(self, sequences: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
-        """See `Engine`."""
-
-        async def answer(client: SglangClient, ids: tuple[int, ...]) -> Any:
-            return await client.score(ids)
-
+        """See `Engine`. Raises as `poll`."""
+        if not self.health():
+            raise RuntimeError("score: the weights are undefined (asleep, or not updated since waking)")
         # One after another: how requests meet in a batch would change their rounding from update to update.
-        return [scores for ids in sequences for scores in self._replies([ids], answer)]
+        try:
+            return [self._asking().score(ids, self._look) for ids in sequences]
+        except EngineLost as error:
+            self._lose(error)
+            raise EngineLost(self._lost) from error
+
+    def _asking(self) -> Asker:
+        """What asks the server, for as long as that lives."""
+        if self._server is None:
+            raise RuntimeError("only the rank that leads the engine asks it")
+        if self._asker is None:
+            options = self.config.rollout.sglang
+            client = SglangClient(
+                self._server.url,
+                self._server.api_key,
+                eos_token_ids=self.eos,
+                timeout_s=options.request_timeout_s,
+                seeded=self.config.rollout.deterministic,
+            )
+            self._asker = Asker(
+                client, max_concurrent=options.max_concurrent_prompts, hung_after_s=options.hung_after_s
+            )
+        return self._asker
+
+    def _lose(self, error: Exception) -> None:
+        """Take it for lost because of `error`, or of what lies behind that."""
+        with suppress(EngineLost):
+            self._look()
+        self._lost = self._lost or str(error)
+
+    def _look(self) -> None:
+        """Raise EngineLost if the server has ended or hangs."""
+        assert self._server
+        assert self._asker
+        try:
+            self._server.check()
+        except ServerEnded as error:
+            self._lost = f"engine {self.group.number}: {error}"
+        if not self._lost and self._asker.silent_s >= self.config.rollout.sglang.hung_after_s:
+            self._lost = (
+                f"engine {self.group.number}: its SGLang server gave no sign of life for {self._asker.silent_s:.0f} s "
+                f"(rollout.sglang.hung_after_s); see {self._server.log_file}"
+            )
+        if self._lost:
+            raise EngineLost(self._lost)
+
+    def restart(self) -> None:
+        """See `Engine`."""
+        self._start_again(self._lost or "it was asked to")
+
+    def _start_again(self, reason: str) -> None:
+        """Kill what is left of the server, and start it again without waiting."""
+        server, limit = self._server, self.config.rollout.engine_restarts
+        if server is None:
+            raise RuntimeError("only the rank that leads the engine starts it again")
+        if self._restarts >= limit:
+            raise UserError(
+                f"engine {self.group.number} was lost and may not be started again (rollout.engine_restarts is "
+                f"{limit}); nothing is lost, the last checkpoint stays; why it was lost: {reason}"
+            )
+        self._restarts += 1
+        log.warning("engine %d is started again, %d of %d: %s", self.group.number, self._restarts, limit, reason)
+        self._disconnect()
+        server.stop(at_once=True)
+        server.launch()
+        self._control = SglangControl(server.url, server.admin_key)
+        self._has = {*WEIGHTS, *CACHE}
+        self._lost, self._starting, self._generates, self.version = "", True, False, -1
+
+    def _keep_up(self) -> bool:
+        """Have a healthy server, started again where the one there was has died; whether it is a new one."""
+        assert self._server
+        try:
+            self._server.check()
+        except ServerEnded as error:
+            self._lost = self._lost or str(error)
+        if self._lost:
+            self._start_again(self._lost)
+        is_new = self._starting
+        while self._starting:
+            try:
+                self._server.wait_until_healthy()
+                self._starting = False
+            except ServerEnded as error:
+                self._start_again(str(error))
+        return is_new
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See `Engine`. A collective of the group: each rank hands the whole tensors to the TP rank on its own GPU.
@@ -173,10 +295,15 @@ class SglangEngine:
 
     def sleep(self) -> None:
         """See `Engine`. What is under way is aborted, the cache forgotten, then the memory released."""
-        if self._control and self._has:
-            self._control.pause()
-            self._control.flush()
-            self._control.release([tag for tag in (*CACHE, *WEIGHTS) if tag in self._has])
+        if self._server and self._has:
+            self.abort()
+            self._keep_up()
+            try:
+                self._release()
+            except Unreachable as error:  # it hung, and nobody had noticed
+                self._lost = str(error)
+                self._keep_up()
+                self._release()
         self._meet()
         cpu.wait_until_free()
         self._has.clear()
@@ -184,10 +311,17 @@ class SglangEngine:
 
     def wake(self) -> None:
         """See `Engine`."""
+        self._meet()  # the trainer's memory is free on the GPUs of all ranks
+        if self._server and self._keep_up():
+            self._release()  # a new server has all of it
+            self._has.clear()
         self._take(WEIGHTS)
 
     def resume(self) -> None:
         """See `Engine`."""
+        self._meet()
+        if self._starting:  # it has no weights, and answers nobody yet
+            return
         self._take(CACHE)
         if self._control and not self._generates:
             self._control.go_on()
@@ -195,18 +329,30 @@ class SglangEngine:
 
     def health(self) -> bool:
         """See `Engine`."""
-        return self._generates and self.version >= 0
+        return self._generates and self.version >= 0 and not self._lost
 
     def stop(self) -> None:
         """See `Engine`."""
+        self._disconnect()
+        if self._server:
+            self._server.stop(at_once=bool(self._lost))
+        self._server = None
+
+    def _disconnect(self) -> None:
+        if self._asker:
+            self._asker.stop()
         if self._control:
             self._control.close()
-        if self._server:
-            self._server.stop()
-        self._control = self._server = None
+        self._asker = self._control = None
+
+    def _release(self) -> None:
+        """Have the server give its memory back, and generate no more."""
+        assert self._control
+        self._control.pause(within_s=self.config.rollout.sglang.hung_after_s)  # nothing is under way
+        self._control.flush()
+        self._control.release([tag for tag in (*CACHE, *WEIGHTS) if tag in self._has])
 
     def _take(self, tags: tuple[str, ...]) -> None:
-        self._meet()  # the trainer's memory is free on the GPUs of all ranks
         if self._control and self._has.isdisjoint(tags):
             self._control.resume(tags)
         self._has.update(tags)
@@ -235,63 +381,6 @@ class SglangEngine:
         payloads: list[str] | None = [""] * self.group.size if self.group.leads else None
         dist.gather_object(payload, payloads, dst=self.group.ranks[0], group=self._ranks)
         return payloads or []
-
-    def _replies(self, asked: Sequence[Any], answer: Any) -> Iterator[Any]:
-        """What `answer(client, one)` gives for each of `asked`, as it comes, while a thread of its own asks."""
-        server = self._server
-        if server is None:
-            raise RuntimeError("only the rank that leads the engine asks it")
-        replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        closed = threading.Event()
-
-        def ask() -> None:
-            try:
-                asyncio.run(self._ask(server, asked, answer, replies, closed))
-            except BaseException as error:  # whatever it is, who waits must hear of it
-                replies.put(error)
-
-        asker = threading.Thread(target=ask, name="sglang", daemon=True)
-        asker.start()
-        try:
-            for _ in asked:
-                while True:
-                    try:
-                        reply = replies.get(timeout=LOOK_S)
-                        break
-                    except queue.Empty:
-                        server.check()
-                if isinstance(reply, BaseException):
-                    server.check()  # the reason, if it has ended
-                    raise reply
-                yield reply
-        finally:
-            closed.set()
-            asker.join()
-
-    async def _ask(
-        self, server: SglangServer, asked: Sequence[Any], answer: Any, replies: Any, closed: threading.Event
-    ) -> None:
-        options = self.config.rollout.sglang
-        async with SglangClient(
-            server.url,
-            server.api_key,
-            eos_token_ids=self.eos,
-            max_concurrent=options.max_concurrent_prompts,
-            timeout_s=options.request_timeout_s,
-            seeded=self.config.rollout.deterministic,
-        ) as client:
-
-            async def one(what: Any) -> None:
-                try:
-                    replies.put(await answer(client, what))
-                except Exception as error:
-                    replies.put(error)
-
-            tasks = {asyncio.create_task(one(what)) for what in asked}
-            while tasks and not closed.is_set():
-                _, tasks = await asyncio.wait(tasks, timeout=0.2)
-            for task in tasks:
-                task.cancel()
 
 
 def write_engine_model(directory: Path, source: Path, vocabulary: int, eos: frozenset[int]) -> None:

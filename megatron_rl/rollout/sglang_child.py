@@ -5,7 +5,8 @@
 PID is the process that started it. The server has children, they have children, some lead sessions of their own, and
 none of them ends by itself when the server is killed. So this process is the reaper of them all: what loses its parent
 becomes its child, wherever it went. It ends when the server ends, on SIGTERM, or when PID dies, however it dies, and
-takes all of them along. It imports the standard library only: its interpreter may be another environment's.
+takes all of them along; so it does on SIGUSR1, at once: that server hangs. It imports the standard library only: its
+interpreter may be another environment's.
 """
 
 import ctypes
@@ -32,7 +33,7 @@ def main() -> int:
         Its exit code, 128 + n for signal n; 0 if it was asked to end.
     """
     starter, arguments = int(sys.argv[1]), sys.argv[2:]
-    awaited = {signal.SIGTERM, signal.SIGCHLD}
+    awaited = {signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)  # they are waited for; nothing is ever interrupted
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -43,10 +44,12 @@ def main() -> int:
     if server == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
         return _serve([*arguments, *(word for pair in json.loads(keys).items() for word in pair)])
-    code: int | None = None
+    code, grace_s = None, GRACE_S
     while code is None:
-        code = 0 if signal.sigwait(awaited) == signal.SIGTERM else _reap().get(server)
-    _end_all()
+        told = signal.sigwait(awaited)
+        code = _reap().get(server) if told == signal.SIGCHLD else 0
+        grace_s = 0.0 if told == signal.SIGUSR1 else GRACE_S
+    _end_all(grace_s)
     return code
 
 
@@ -71,14 +74,15 @@ def _reap() -> dict[int, int]:
         codes[child] = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
-def _end_all() -> None:
+def _end_all(grace_s: float) -> None:
     """Ask all children to end, and kill what is there after a while: the children of those killed become ours."""
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + grace_s
     asked: set[int] = set()
     while children := _children():
-        late = time.monotonic() > deadline
+        late = time.monotonic() >= deadline
         for child in children if late else children - asked:
             os.kill(child, signal.SIGKILL if late else signal.SIGTERM)  # it can't be gone: only we reap it
+            os.kill(child, signal.SIGCONT)  # a stopped one would not hear that it is asked
         asked |= children
         time.sleep(0.05)
         _reap()

@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.engine import Request, Sampling
+from megatron_rl.rollout.engine import EngineLost, Request, Sampling
 from megatron_rl.types import Response
 
 FIRST_WAIT_S, LONGEST_WAIT_S, TRIES = 0.25, 8.0, 8
@@ -27,7 +27,6 @@ class SglangClient:
         api_key: str,
         *,
         eos_token_ids: frozenset[int],
-        max_concurrent: int,
         timeout_s: float,
         seeded: bool = False,
     ) -> None:
@@ -37,17 +36,16 @@ class SglangClient:
             url: of the server, `http://address:port`.
             api_key: the server's.
             eos_token_ids: sampling one of them ends a response, beside those that the model's files name.
-            max_concurrent: requests that are under way at once; further ones wait here.
             timeout_s: how long a request may take from the moment it is sent, with all its tries.
             seeded: the server is deterministic, and a request has one seed.
         """
         self.eos, self.timeout_s, self.seeded = eos_token_ids, timeout_s, seeded
-        self._free = asyncio.Semaphore(max_concurrent)
         self._http = httpx2.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {api_key}"},
             timeout=httpx2.Timeout(None, connect=10),  # the deadline is over the whole request
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=max_concurrent),
+            # The server closes idle connections after 5 seconds: it must not do so under our next request.
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=3),
             trust_env=False,  # a proxy has no business between a node and itself
         )
 
@@ -57,32 +55,38 @@ class SglangClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections."""
         await self._http.aclose()
 
     async def generate(self, request: Request, sampling: Sampling) -> tuple[Response, ...]:
-        """All responses to a prompt, whose keys and values the server computes once.
+        """All responses to a prompt, whose keys and values the server computes once; of one that goes on, what is new.
 
         Seeds are only counted, unless the server is deterministic: SGLang ignores them otherwise. Log-probs are those
         of the whole distribution with `top_p` too: SGLang takes them before it cuts.
 
         Raises:
+            EngineLost: the connection was lost again and again.
             UserError: the API key is wrong, or the server's cache is too small for a longest response.
-            RuntimeError: the server refused the request, lost the connection again and again, or took too long.
+            RuntimeError: the server refused the request, or took too long.
         """
         params = _sampling_params(request, sampling, self.eos)
         if self.seeded:
             (seed,) = request.seeds
             params["sampling_seed"] = seed >> 1  # of 64 bits without a sign, to those with one
-        body = {"input_ids": list(request.prompt_ids), "sampling_params": params, "return_logprob": True}
+        ids = [*request.prompt_ids, *request.begun]
+        body = {"input_ids": ids, "sampling_params": params, "return_logprob": True}
         reply = await self._post("/generate", body)
         answers = [reply] if isinstance(reply, dict) else reply
         if len(answers) != len(request.seeds):
             raise RuntimeError(f"SGLang: {len(answers)} responses came instead of {len(request.seeds)}")
         responses = tuple(_response(answer) for answer in answers)
         for response in responses:
-            if response.finish_reason == "length" and len(response.ids) < request.max_tokens:
+            if response.finish_reason == "length" and len(response.ids) < request.room:
                 raise UserError(
-                    f"SGLang cut a response at {len(response.ids)} of {request.max_tokens} tokens: its key-value cache "
+                    f"SGLang cut a response at {len(response.ids)} of {request.room} tokens: its key-value cache "
                     "is too small for a longest response; raise rollout.sglang.memory_fraction or --max-total-tokens"
                 )
         return responses
@@ -103,14 +107,21 @@ class SglangClient:
             raise RuntimeError(f"SGLang: log-probs came for other tokens than the {len(ids)} of the prompt")
         return tuple(logprob for logprob, *_ in scored[1:])  # the first has none
 
+    async def is_well(self, within_s: float) -> bool:
+        """Whether tokens come out of it: SGLang looks for any, and has one generated where none is under way."""
+        try:
+            async with asyncio.timeout(within_s):
+                return (await self._http.get("/health")).status_code == 200
+        except (httpx2.TransportError, TimeoutError):
+            return False
+
     async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The reply's JSON. Sent again when the connection is lost: generating has no side effects."""
-        async with self._free:
-            try:
-                async with asyncio.timeout(self.timeout_s):
-                    reply = await self._until_connected(path, body)
-            except TimeoutError:
-                raise RuntimeError(f"SGLang: {path} took longer than {self.timeout_s:g} s") from None
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                reply = await self._until_connected(path, body)
+        except TimeoutError:
+            raise RuntimeError(f"SGLang: {path} took longer than {self.timeout_s:g} s") from None
         if reply.status_code == 401:
             raise UserError(f"SGLang: {self._http.base_url} refused the API key; is it this run's server?")
         if reply.status_code != 200:
@@ -129,7 +140,7 @@ class SglangClient:
             return await self._http.post(path, json=body)
         except httpx2.TransportError as error:
             message = f"SGLang: {self._http.base_url} lost the connection {TRIES} times ({error!r}); see its log"
-            raise RuntimeError(message) from error
+            raise EngineLost(message) from error
 
 
 def _sampling_params(request: Request, sampling: Sampling, eos: frozenset[int]) -> dict[str, Any]:
@@ -144,7 +155,7 @@ def _sampling_params(request: Request, sampling: Sampling, eos: frozenset[int]) 
         )
     return {
         "n": len(request.seeds),
-        "max_new_tokens": request.max_tokens,
+        "max_new_tokens": request.room,
         "stop_token_ids": sorted(eos),
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
         "top_p": sampling.top_p,
@@ -160,7 +171,7 @@ def _response(answer: Mapping[str, Any]) -> Response:
     """A response from SGLang's words for it. Raises RuntimeError where they contradict each other."""
     ids, meta = tuple(answer["output_ids"]), answer["meta_info"]
     # (log-prob, id, text) of each sampled token
-    scored = meta["output_token_logprobs"] or []
+    scored = meta.get("output_token_logprobs") or []  # aborted before it began it may have none
     if tuple(token for _, token, *_ in scored) != ids:
         raise RuntimeError(f"SGLang: log-probs came for other tokens than the {len(ids)} that were sampled")
     reason = meta["finish_reason"]["type"]

@@ -16,6 +16,10 @@ DRAIN_S = 60
 """How long a flush may wait for what is still running. Nothing should be: generating has ended or was aborted."""
 
 
+class Unreachable(RuntimeError):
+    """The server did not answer."""
+
+
 class SglangControl:
     """The control plane of one server, which its admin key opens. Replies are checked: SGLang returns its failures."""
 
@@ -23,7 +27,6 @@ class SglangControl:
         self._http = httpx2.Client(
             base_url=url,
             headers={"Authorization": f"Bearer {admin_key}"},
-            timeout=httpx2.Timeout(TIMEOUT_S, connect=10),
             # The server closes idle connections after 5 seconds; a call that met that could not be made again.
             limits=httpx2.Limits(max_keepalive_connections=0),
             trust_env=False,
@@ -33,13 +36,22 @@ class SglangControl:
         """Close the connection."""
         self._http.close()
 
-    def pause(self, *, keep: bool = False) -> None:
+    def pause(self, *, keep: bool = False, within_s: float = TIMEOUT_S) -> None:
         """Take no further requests, abort those under way, and return when none is left.
 
         Args:
             keep: those under way wait instead, and go on later; their keys and values are computed again.
+            within_s: how long it may take.
         """
-        self._post("/pause_generation", {"mode": "retract" if keep else "abort"})
+        self._post("/pause_generation", {"mode": "retract" if keep else "abort"}, within_s)
+
+    def abort(self, within_s: float) -> None:
+        """End all requests that the server has at this moment; it goes on to take new ones. Doesn't wait for them.
+
+        Raises:
+            Unreachable: it did not answer within `within_s`.
+        """
+        self._post("/abort_request", {"abort_all": True}, within_s)
 
     def go_on(self) -> None:
         """Take requests again, and go on with those that wait."""
@@ -79,12 +91,12 @@ class SglangControl:
         }
         self._post("/update_weights_from_tensor", body | ({} if version is None else {"weight_version": str(version)}))
 
-    def _post(self, path: str, body: Mapping[str, Any]) -> Any:
+    def _post(self, path: str, body: Mapping[str, Any], timeout_s: float = TIMEOUT_S) -> Any:
         name = path.partition("?")[0]
         try:
-            reply = self._http.post(path, json=body)
+            reply = self._http.post(path, json=body, timeout=httpx2.Timeout(timeout_s, connect=10))
         except httpx2.TransportError as error:
-            raise RuntimeError(
+            raise Unreachable(
                 f"SGLang: {self._http.base_url} did not answer {name} ({error!r}); see its log"
             ) from error
         if reply.status_code == 401:

@@ -39,12 +39,20 @@ makes could take one of the kernel's own range. SGLang's other ports lie above."
 END_TIMEOUT_S = sglang_child.GRACE_S + 25
 """How long the child may take to end all that it looks after."""
 
+KILL_TIMEOUT_S = 10
+"""How long it may take where it gives them no time: a GPU's driver may hold a killed process for seconds."""
+
 LOG_LINES = 15
 """Lines of the log in an error."""
 
 
+class ServerEnded(UserError):
+    """The server's process has ended; with the end of its log."""
+
+
 class SglangServer:
-    """A server for one engine group. `start` it from the main thread, `stop` it in a `finally`.
+    """A server for one engine group. `start` it from the main thread, `stop` it in a `finally`; then it can be started
+    again.
 
     Should this process die, even by SIGKILL, the server ends by itself (see `sglang_child.py`).
     """
@@ -80,6 +88,7 @@ class SglangServer:
         # In hex: one that began with "-" would be an option on SGLang's command line.
         self.api_key, self.admin_key = secrets.token_hex(32), secrets.token_hex(32)
         self._child: subprocess.Popen[str] | None = None
+        self._launched: float | None = None
 
     def start(self) -> None:
         """Start it and wait until it is healthy.
@@ -87,35 +96,49 @@ class SglangServer:
         Raises:
             UserError: the interpreter is missing, the port is in use, it ends at once, or isn't healthy in time.
         """
+        self.launch()
+        try:
+            self.wait_until_healthy()
+        except BaseException:
+            self.stop()
+            raise
+
+    def launch(self) -> None:
+        """Start it and don't wait. Its log goes on where an earlier one's ended.
+
+        Raises:
+            UserError: the interpreter is missing, or the port is in use.
+        """
         if threading.current_thread() is not threading.main_thread():
             # The kernel's parent-death signal comes when the *thread* that started the child ends.
             raise RuntimeError("an SGLang server must be started from the main thread")
         port = self._port()
         self.url = f"http://{_in_url(self.config.host)}:{port}"
         self._child = self._launch(port)
-        try:
-            self._wait_until_healthy()
-        except BaseException:
-            self.stop()
-            raise
+        self._launched = time.monotonic()
 
-    def stop(self) -> None:
-        """End it and its children. Again does nothing."""
+    def stop(self, *, at_once: bool = False) -> None:
+        """End it and its children. Again does nothing.
+
+        Args:
+            at_once: kill them: it hangs, or is not worth waiting for.
+        """
         child, self._child = self._child, None
         if child is None:
             return
-        child.terminate()
+        child.send_signal(signal.SIGUSR1 if at_once else signal.SIGTERM)
+        child.send_signal(signal.SIGCONT)  # were it stopped, it would not hear that
         try:
-            child.wait(END_TIMEOUT_S)
+            child.wait(KILL_TIMEOUT_S if at_once else END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGKILL)  # it leads the group; the kernel then kills the server too
             child.wait()
 
     def check(self) -> None:
-        """Raise UserError, with the end of its log, if the server has ended."""
+        """Raise ServerEnded, with the end of its log, if the server has ended."""
         code = self._child.poll() if self._child else 0
         if code is not None:
-            raise UserError(f"the SGLang server ended with exit code {code}; {self._end_of_log()}")
+            raise ServerEnded(f"the SGLang server ended with exit code {code}; {self._end_of_log()}")
 
     def _port(self) -> int:
         """The port, which nobody uses at this moment."""
@@ -138,7 +161,9 @@ class SglangServer:
         python = str(self.config.python or sys.executable)
         script = [python, "-P", sglang_child.__file__, str(os.getpid())]
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        is_first = self._launched is None  # of this run; an earlier run's log is overwritten
+        how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if is_first else 0)
+        handle = os.open(self.log_file, how, 0o600)
         try:
             child = subprocess.Popen(
                 [*script, *self._arguments(port)],
@@ -177,8 +202,15 @@ class SglangServer:
             flags.append("--enable-deterministic-inference")
         return [str(word) for pair in chosen.items() for word in pair] + flags + list(self.config.extra_args)
 
-    def _wait_until_healthy(self) -> None:
-        deadline = time.monotonic() + self.config.start_timeout_s
+    def wait_until_healthy(self) -> None:
+        """Wait until it is healthy, at most `start_timeout_s` after it was started.
+
+        Raises:
+            ServerEnded: it ended meanwhile.
+            UserError: it isn't healthy in time.
+        """
+        assert self._launched is not None
+        deadline = self._launched + self.config.start_timeout_s
         with httpx2.Client(base_url=self.url, trust_env=False, timeout=10) as client:
             while not self._answers(client):
                 self.check()

@@ -15,7 +15,7 @@ from megatron_rl.config import AlgorithmConfig, Config
 from megatron_rl.resharding.gather import gather_hf
 from megatron_rl.resharding.hf_files import HfReader
 from megatron_rl.rollout.embedded import EmbeddedEngine
-from megatron_rl.rollout.engine import Request, Sampling
+from megatron_rl.rollout.engine import Request, Sampling, generate
 from megatron_rl.training import setup
 from megatron_rl.training.batch import make_batch
 from megatron_rl.training.checkpoint import RunState, load_checkpoint, save_checkpoint
@@ -209,7 +209,7 @@ def engine_gaps(trainer: Trainer, batch: TrainBatch, version: int) -> dict[str, 
     engine.update_weights(trainer.hf_weights(), version)
     sampling = Sampling(temperature=trainer.config.rollout.temperature, greedy=True)
     requests = [Request(prompt_ids=prompt, seeds=(0,), max_tokens=9) for prompt in prompts]
-    answers = {number: response for number, _, response in engine.generate(requests, sampling)}
+    answers = {number: response for number, _, response in generate(engine, requests, sampling)}
     asked = [scored(prompt, answers[number].ids, number) for number, prompt in enumerate(prompts)]
     share = trainer.share([replace(one, response=answers[one.number]) for one in asked])
     gaps, greedy = [], True

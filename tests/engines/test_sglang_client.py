@@ -25,9 +25,7 @@ def ask(server: SglangServer, requests: list[Request], sampling: Sampling, eos: 
     """All responses, in the order of the requests."""
 
     async def all_of_them() -> list[tuple[Response, ...]]:
-        async with SglangClient(
-            server.url, server.api_key, eos_token_ids=eos, max_concurrent=3, timeout_s=120
-        ) as client:
+        async with SglangClient(server.url, server.api_key, eos_token_ids=eos, timeout_s=120) as client:
             return await asyncio.gather(*(client.generate(request, sampling) for request in requests))
 
     return asyncio.run(all_of_them())
@@ -107,9 +105,7 @@ def test_samples_share_the_keys_and_values_of_their_prompt(server: SglangServer)
 
 def test_a_sequence_is_scored_as_transformers_does(server: SglangServer, model: Model) -> None:
     async def score() -> list[tuple[float, ...]]:
-        async with SglangClient(
-            server.url, server.api_key, eos_token_ids=frozenset(), max_concurrent=3, timeout_s=60
-        ) as client:
+        async with SglangClient(server.url, server.api_key, eos_token_ids=frozenset(), timeout_s=60) as client:
             return await asyncio.gather(*(client.score(ids) for ids in PROMPTS * 2))  # again: from a full cache
 
     for ids, scores in zip(PROMPTS * 2, asyncio.run(score()), strict=True):
@@ -120,9 +116,7 @@ def test_a_sequence_is_scored_as_transformers_does(server: SglangServer, model: 
 
 def test_a_wrong_api_key_is_the_users_to_mend(server: SglangServer) -> None:
     async def ask_with_a_wrong_key() -> None:
-        async with SglangClient(
-            server.url, "wrong", eos_token_ids=frozenset(), max_concurrent=1, timeout_s=60
-        ) as client:
+        async with SglangClient(server.url, "wrong", eos_token_ids=frozenset(), timeout_s=60) as client:
             await client.generate(requests_for(PROMPTS, 1, 1)[0], Sampling())
 
     with pytest.raises(UserError, match="refused the API key"):
@@ -136,9 +130,7 @@ def test_what_the_server_refuses_is_told_in_its_words(server: SglangServer) -> N
 
 def test_a_request_has_a_deadline(server: SglangServer) -> None:
     async def ask_in_a_hurry() -> None:
-        async with SglangClient(
-            server.url, server.api_key, eos_token_ids=frozenset(), max_concurrent=1, timeout_s=0.05
-        ) as client:
+        async with SglangClient(server.url, server.api_key, eos_token_ids=frozenset(), timeout_s=0.05) as client:
             await client.generate(requests_for([(3, 4)], 16, 400)[0], Sampling())
 
     with pytest.raises(RuntimeError, match=r"/generate took longer than 0.05 s"):

@@ -29,9 +29,7 @@ def other() -> Qwen2ForCausalLM:
 
 
 async def greedy(server: SglangServer, tokens: int, prompt: tuple[int, ...] = PROMPT) -> Response:
-    async with SglangClient(
-        server.url, server.api_key, eos_token_ids=frozenset(), max_concurrent=1, timeout_s=120
-    ) as client:
+    async with SglangClient(server.url, server.api_key, eos_token_ids=frozenset(), timeout_s=120) as client:
         request = Request(prompt_ids=prompt, seeds=(0,), max_tokens=tokens)
         return (await client.generate(request, Sampling(greedy=True)))[0]
 

@@ -3,6 +3,8 @@
 torchrun --standalone --nproc-per-node 2 -m tests.engines.worker tp2|pp2 DIRECTORY PYTHON
 """
 
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megatron_rl.errors import UserError
 from megatron_rl.resharding.sync import push_weights
-from megatron_rl.rollout.engine import Request, Sampling
+from megatron_rl.rollout.engine import EngineLost, Request, Sampling, generate
 from megatron_rl.rollout.groups import EngineGroup
 from megatron_rl.rollout.parity import Alarms, Parity
 from megatron_rl.rollout.sglang import SglangEngine
@@ -21,6 +23,7 @@ from megatron_rl.rollout.waiting import EngineWait
 from megatron_rl.training import setup
 from megatron_rl.training.hf_config import read_model_spec
 from megatron_rl.training.trainer import Trainer
+from tests.engines.processes import writing_to
 from tests.tiny import run_config
 
 EOS, VOCABULARY = frozenset({2}), 31
@@ -43,7 +46,7 @@ def check_answers(
     """Greedy answers, samples and scores are those of the weights that were pushed, by transformers and the trainer."""
     requests = [Request(prompt_ids=prompt, seeds=tuple(range(16)), max_tokens=12) for prompt in PROMPTS]
     for sampling in (Sampling(greedy=True), Sampling(temperature=0.8)):
-        answers = list(engine.generate(requests, sampling))
+        answers = list(generate(engine, requests, sampling))
         assert len(answers) == 64
         for number, _, response in answers:
             prompt = PROMPTS[number]
@@ -75,8 +78,21 @@ def check_stale(parity: Parity, trainer: Trainer) -> None:
         parity.check(3)
 
 
+def lose_server(engine: SglangEngine) -> None:
+    """One of its two schedulers dies in mid-generation; the leader alone has the server started again."""
+    log_file = engine.directory / "server.log"
+    schedulers = [one for one in writing_to(log_file) if "scheduler" in Path(f"/proc/{one}/cmdline").read_text()]
+    assert len(schedulers) == 2
+    engine.submit(0, Request(prompt_ids=PROMPTS[0], seeds=(0,) * 16, max_tokens=400), Sampling())
+    os.kill(schedulers[1], signal.SIGKILL)
+    with pytest.raises(EngineLost):  # noqa: PT012
+        while True:
+            assert engine.poll(1.0) == []
+    engine.restart()
+
+
 def main() -> None:
-    """Three updates: the first, and two with other weights, each through a sleep."""
+    """Three updates: the first, and two with other weights, each through a sleep; with TP 2 one loses the server."""
     layout, directory, python = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     size = {"tp2": "tensor_parallel_size", "pp2": "pipeline_parallel_size"}[layout]
     config = run_config(
@@ -86,7 +102,12 @@ def main() -> None:
         rollout={
             "engine": "sglang",
             "tensor_parallel_size": 2,
-            "sglang": {"python": python, "extra_args": ["--max-total-tokens", "16384"], "start_timeout_s": 400},
+            "sglang": {
+                "python": python,
+                "extra_args": ["--max-total-tokens", "16384"],
+                "start_timeout_s": 400,
+                "hung_after_s": 30,
+            },
         },
     )
     spec = read_model_spec(config.model.path)
@@ -112,6 +133,8 @@ def main() -> None:
             parity.check(version)
             if version == 2:
                 check_stale(parity, trainer)
+            if version == 1 and layout == "tp2" and group.leads:
+                lose_server(engine)
             engine.sleep()
             change(trainer, version)
     finally:

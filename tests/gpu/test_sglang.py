@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.rollout.engine import Request, Sampling
+from megatron_rl.rollout.engine import Request, Sampling, generate
 from megatron_rl.rollout.groups import EngineGroup
 from megatron_rl.rollout.sglang import SglangEngine
 from megatron_rl.rollout.sglang_buckets import Buckets
@@ -86,7 +86,7 @@ def test_sglang_cuda_graphs_after_a_sleep(engine: SglangEngine, model: Path) -> 
     answers = []
     for version in (5, 6):
         awake(engine, weights(model), version)
-        (answer,) = [response for _, _, response in engine.generate([request], Sampling(greedy=True))]
+        (answer,) = [response for _, _, response in generate(engine, [request], Sampling(greedy=True))]
         rescored = torch.tensor(engine.score([PROMPT + answer.ids])[0][len(PROMPT) - 1 :])
         assert (torch.tensor(answer.logprobs) - rescored).abs().mean() < 0.05  # decoded by graphs, scored without
         answers.append(answer.ids)

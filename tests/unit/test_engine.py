@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
 from megatron_rl.rollout.embedded import EmbeddedEngine, _draw
-from megatron_rl.rollout.engine import Request, Sampling, response_seed
+from megatron_rl.rollout.engine import Request, Sampling, generate, response_seed
 from megatron_rl.types import Response
 from tests.tiny import SHAPE, random_model, write_model
 
@@ -57,7 +57,7 @@ def requests_of(samples: int, max_tokens: int) -> list[Request]:
 def responses(engine: EmbeddedEngine, requests: list[Request], sampling: Sampling) -> dict[tuple[int, int], Response]:
     """(request, sample) to response; each comes once."""
     found: dict[tuple[int, int], Response] = {}
-    for number, sample, response in engine.generate(requests, sampling):
+    for number, sample, response in generate(engine, requests, sampling):
         assert (number, sample) not in found
         found[number, sample] = response
     assert found.keys() == {(n, s) for n, request in enumerate(requests) for s in range(len(request.seeds))}
@@ -279,7 +279,7 @@ def test_nothing_is_generated_while_the_weights_are_undefined(untied_model: Mode
     def refused() -> bool:
         assert not engine.health()
         with pytest.raises(RuntimeError, match="weights are undefined"):
-            next(engine.generate(requests_of(1, 1), Sampling()))
+            next(generate(engine, requests_of(1, 1), Sampling()))
         return True
 
     assert refused()  # never updated
@@ -367,7 +367,7 @@ def test_an_engine_that_is_not_running_says_so(untied_model: Model) -> None:
     engine.stop()
     assert not engine.health()
     with pytest.raises(RuntimeError):
-        next(engine.generate(requests_of(1, 1), Sampling()))
+        next(generate(engine, requests_of(1, 1), Sampling()))
 
 
 def test_weights_are_held_in_the_dtype_that_was_asked_for(untied_model: Model) -> None:
@@ -382,4 +382,4 @@ def test_weights_are_held_in_the_dtype_that_was_asked_for(untied_model: Model) -
 
 
 def test_no_requests_give_no_responses(synced: tuple[EmbeddedEngine, Qwen2ForCausalLM]) -> None:
-    assert list(synced[0].generate([], Sampling())) == []
+    assert list(generate(synced[0], [], Sampling())) == []

@@ -1,14 +1,15 @@
 """The comparison of engine and trainer on the probe, its alarms, and the weight versions of responses."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from torch.distributed import HashStore
 
 from megatron_rl.errors import UserError
 from megatron_rl.rollout import parity as module
-from megatron_rl.rollout.engine import Request, Sampling
+from megatron_rl.rollout.engine import Answer, Request, Sampling
 from megatron_rl.rollout.groups import EngineGroup
 from megatron_rl.rollout.parity import Alarms, Distance, Parity, Reading, choose_probe, distance, make_parity, read
 from megatron_rl.rollout.waiting import EngineWait
@@ -159,6 +160,9 @@ def test_the_limit_is_by_dtype_unless_it_is_set() -> None:
 # ---- with an engine
 
 
+REQUEST = Request(prompt_ids=(5,), seeds=(0,), max_tokens=3)
+
+
 class Scripted:
     """An engine that gives the scores it was told, and responses of one version."""
 
@@ -172,15 +176,15 @@ class Scripted:
         self.asked += 1
         return self.scores
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, int, Response]]:
+    def submit(self, key: int, request: Request, sampling: Sampling) -> None:
+        pass
+
+    def poll(self, wait_s: float) -> list[Answer]:
         n = len(self.versions)
-        yield (
-            0,
-            0,
-            Response(
-                ids=(5,) * n, logprobs=(-1.0,) * n, finish_reason=self.finish_reason, weight_versions=self.versions
-            ),
+        response = Response(
+            ids=(5,) * n, logprobs=(-1.0,) * n, finish_reason=self.finish_reason, weight_versions=self.versions
         )
+        return [(0, 0, response)]
 
 
 @pytest.fixture
@@ -232,7 +236,7 @@ def test_responses_of_the_pushed_weights_pass(versions: tuple[int, ...]) -> None
     engine.versions = versions
     parity = parity_of(engine)
     parity.expect([(-1.0, -2.0)], version=1)
-    assert [answer.weight_versions for _, _, answer in parity.generate([], Sampling())] == [versions]
+    assert [answer.weight_versions for _, _, answer in parity.generate([REQUEST], Sampling())] == [versions]
 
 
 @pytest.mark.parametrize("versions", [(0,), (1, 2), (0, 0), (0, 1, 1)])
@@ -243,7 +247,18 @@ def test_responses_of_other_weights_are_refused(versions: tuple[int, ...]) -> No
     parity.expect([(-1.0, -2.0)], version=1)
     expected = f"engine 0 sampled with weights of version {max({*versions} - {1})}; version 1 was pushed"
     with pytest.raises(RuntimeError, match=expected):
-        list(parity.generate([], Sampling()))
+        list(parity.generate([REQUEST], Sampling()))
+
+
+def test_a_part_of_an_answer_passes_where_it_was_asked_for() -> None:
+    parity = parity_of(Scripted())
+    parity.expect([(-1.0, -2.0)], version=1)
+    part = Response(ids=(5,), logprobs=(-1.0,), finish_reason="abort", weight_versions=(1,))
+    parity.check_response(part, aborted_ok=True)
+    with pytest.raises(RuntimeError, match="aborted a response after 1 tokens"):
+        parity.check_response(part, aborted_ok=False)
+    with pytest.raises(RuntimeError, match="sampled with weights of version 0"):
+        parity.check_response(replace(part, weight_versions=(0,)), aborted_ok=True)
 
 
 def test_a_part_of_an_answer_is_refused() -> None:
@@ -252,4 +267,4 @@ def test_a_part_of_an_answer_is_refused() -> None:
     parity = parity_of(engine)
     parity.expect([(-1.0, -2.0)], version=1)
     with pytest.raises(RuntimeError, match="engine 0 aborted a response after 1 tokens"):
-        list(parity.generate([], Sampling()))
+        list(parity.generate([REQUEST], Sampling()))

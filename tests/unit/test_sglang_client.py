@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.errors import UserError
 from megatron_rl.rollout import sglang_client
-from megatron_rl.rollout.engine import Request, Sampling
+from megatron_rl.rollout.engine import EngineLost, Request, Sampling
 from megatron_rl.rollout.sglang_client import SglangClient
 from megatron_rl.types import Response
 
@@ -27,7 +27,7 @@ REPLY: dict[str, Any] = {
 Answer = Callable[[int, dict[str, Any]], Awaitable[Any]]
 
 
-async def run_against(answer: Answer, use: Callable[[SglangClient], Awaitable[Any]], max_concurrent: int = 8) -> Any:
+async def run_against(answer: Answer, use: Callable[[SglangClient], Awaitable[Any]]) -> Any:
     """Call `use` with a client of a server that says `answer(number of the request, body)`; None: it breaks off."""
     asked = 0
 
@@ -48,7 +48,7 @@ async def run_against(answer: Answer, use: Callable[[SglangClient], Awaitable[An
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with (
         server,
-        SglangClient(url, "key", eos_token_ids=frozenset({2}), max_concurrent=max_concurrent, timeout_s=2) as client,
+        SglangClient(url, "key", eos_token_ids=frozenset({2}), timeout_s=2) as client,
     ):
         return await use(client)
 
@@ -126,7 +126,7 @@ def test_a_connection_that_is_always_lost_is_told(monkeypatch: pytest.MonkeyPatc
     async def answer(number: int, body: dict[str, Any]) -> Any:
         return None
 
-    with pytest.raises(RuntimeError, match="lost the connection 8 times"):
+    with pytest.raises(EngineLost, match="lost the connection 8 times"):
         asyncio.run(run_against(answer, generate))
 
 
@@ -138,22 +138,25 @@ def test_a_server_that_does_not_answer_runs_into_the_deadline() -> None:
         asyncio.run(run_against(answer, generate))
 
 
-def test_no_more_requests_than_allowed_are_under_way() -> None:
-    under_way, most = 0, 0
-
+def test_a_response_that_goes_on_has_its_begin_in_the_prompt_and_less_room() -> None:
     async def answer(number: int, body: dict[str, Any]) -> Any:
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
-        await asyncio.sleep(0.05)
-        under_way -= 1
+        assert body["input_ids"] == [5, 6, 7, 8]
+        assert body["sampling_params"]["max_new_tokens"] == 3
         return REPLY
 
-    async def six(client: SglangClient) -> list[tuple[Response, ...]]:
-        return await asyncio.gather(*(generate(client) for _ in range(6)))
+    request = replace(REQUEST, begun=(7, 8), max_tokens=5)
+    (response,) = asyncio.run(run_against(answer, lambda client: client.generate(request, Sampling())))
+    assert (response.ids, response.finish_reason) == ((18, 27, 6), "length")
 
-    assert len(asyncio.run(run_against(answer, six, max_concurrent=2))) == 6
-    assert most == 2
+
+def test_an_aborted_response_may_be_short_and_have_no_tokens() -> None:
+    meta = {"finish_reason": {"type": "abort", "message": "Abort in waiting queue"}, "weight_version": "4"}
+
+    async def answer(number: int, body: dict[str, Any]) -> Any:
+        return {"output_ids": [], "meta_info": meta}
+
+    (response,) = asyncio.run(run_against(answer, generate))
+    assert response == Response(ids=(), logprobs=(), finish_reason="abort", weight_versions=())
 
 
 @pytest.mark.parametrize(

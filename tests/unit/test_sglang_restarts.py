@@ -1,0 +1,318 @@
+"""The SGLang engine's restarts, with a few lines of server in SGLang's place that die and hang as they are told."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from megatron_rl.errors import UserError
+from megatron_rl.resharding.names import hf_shapes
+from megatron_rl.rollout.engine import EngineLost, Request, Sampling, generate
+from megatron_rl.rollout.groups import EngineGroup
+from megatron_rl.rollout.sglang import SglangEngine
+from megatron_rl.training.hf_config import read_model_spec
+from tests.engines.processes import left_behind, writing_to
+from tests.tiny import SHAPE, run_config
+
+Model = tuple[Path, Qwen2ForCausalLM]
+
+SERVER = """
+import http.server, json, os, sys, threading, time
+
+arguments = dict(zip(sys.argv, sys.argv[1:]))
+here = os.environ["HERE"]
+def told(word):
+    return os.path.exists(os.path.join(here, word))
+if told("fail"):
+    sys.exit(3)
+if told("slow"):
+    time.sleep(1.5)
+let_go = threading.Event()
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_): pass
+    def say(self, what, code=200):
+        text = json.dumps(what).encode()
+        self.send_response(code)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+    def do_GET(self):
+        self.say({}, 503 if told("ill") else 200)
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        name = self.path.split("?")[0]
+        print("asked", name, flush=True)
+        if name != "/generate":
+            if name == "/abort_request" and not told("deaf"):
+                let_go.set()
+            self.say({"success": True})
+            return
+        ids, reason = [9], {"type": "stop"}
+        if body["input_ids"][0] == 5:
+            let_go.wait()
+            ids, reason = [7, 8], {"type": "abort"}
+        self.say({"output_ids": ids, "meta_info": {"finish_reason": reason, "weight_version": "1",
+            "output_token_logprobs": [[-1.0, token, None] for token in ids]}})
+
+print("serves", flush=True)
+http.server.ThreadingHTTPServer((arguments["--host"], int(arguments["--port"])), Handler).serve_forever()
+"""
+"""What prompts that begin with 5 ask for comes when it is aborted, unless the server is deaf."""
+
+SHORT, LONG = (Request(prompt_ids=(token, 6), seeds=(0,), max_tokens=9) for token in (3, 5))
+
+
+@pytest.fixture
+def engine(untied_model: Model, tmp_path: Path) -> Iterator[SglangEngine]:
+    """Awake, with weights; it may be started again twice."""
+    package = tmp_path / "sglang"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "launch_server.py").write_text(SERVER)
+    environment = {"PYTHONPATH": str(tmp_path), "HERE": str(tmp_path)}
+    config = run_config(
+        run_dir=tmp_path / "run",
+        model={"path": untied_model[0]},
+        trainer={"dtype": "float32"},
+        rollout={
+            "engine": "sglang",
+            "engine_restarts": 2,
+            "sglang": {"environment": environment, "start_timeout_s": 30, "hung_after_s": 1},
+        },
+    )
+    group = EngineGroup(rank=0, size=1, world=1)
+    spec = read_model_spec(untied_model[0])
+    made = SglangEngine(config, spec, group, eos_token_ids=frozenset({2}), vocabulary=SHAPE.vocab)
+    made.start()
+    made.sleep()
+    wake(made)
+    yield made
+    made.stop()
+    assert left_behind(made.directory / "server.log", within_s=1) == []
+
+
+def wake(engine: SglangEngine) -> None:
+    engine.wake()
+    engine.update_weights(((name, torch.zeros(size)) for name, size in hf_shapes(SHAPE).items()), version=1)
+    engine.resume()
+
+
+def answers(engine: SglangEngine) -> bool:
+    ((_, _, response),) = generate(engine, [SHORT], Sampling())
+    return engine.health() and response.ids == (9,)
+
+
+def kill(engine: SglangEngine) -> None:
+    """All of the server's processes at once."""
+    for process in writing_to(engine.directory / "server.log"):
+        os.kill(process, signal.SIGKILL)
+
+
+def asked(engine: SglangEngine) -> list[str]:
+    """What the last server was asked, generating apart."""
+    lines = (engine.directory / "server.log").read_text().rpartition("serves\n")[2].splitlines()
+    return [line.removeprefix("asked /") for line in lines if line != "asked /generate"]
+
+
+def starts(engine: SglangEngine) -> int:
+    return (engine.directory / "server.log").read_text().count("serves")
+
+
+def lost(engine: SglangEngine) -> str:
+    deadline = time.monotonic() + 10
+    with pytest.raises(EngineLost) as caught:  # noqa: PT012
+        while time.monotonic() < deadline:
+            engine.poll(0.2)
+    return str(caught.value)
+
+
+ASLEEP = ["pause_generation", "flush_cache", "release_memory_occupation"]
+AWAKE = [
+    "resume_memory_occupation",
+    "begin_weight_update",
+    "update_weights_from_tensor",
+    "end_weight_update",
+    "resume_memory_occupation",
+    "continue_generation",
+]
+
+
+def test_an_engine_that_lives_is_never_started_again(engine: SglangEngine) -> None:
+    assert answers(engine)
+    engine.sleep()
+    engine.sleep()
+    wake(engine)
+    assert answers(engine)
+    assert asked(engine) == (ASLEEP + AWAKE) * 2
+    assert starts(engine) == 1
+
+
+def test_after_an_abort_it_takes_requests_at_once(engine: SglangEngine) -> None:
+    engine.submit(3, LONG, Sampling())
+    engine.submit(4, LONG, Sampling())
+    assert engine.poll(0.2) == []
+    ended = engine.abort()
+    assert [(key, sample, one.finish_reason, one.ids) for key, sample, one in sorted(ended, key=lambda e: e[0])] == [
+        (3, 0, "abort", (7, 8)),
+        (4, 0, "abort", (7, 8)),
+    ]
+    assert answers(engine)
+    assert "pause_generation" not in asked(engine)[len(ASLEEP + AWAKE) :]
+
+
+def test_a_dead_server_is_told_replaced_and_has_weights_after_the_next_update(engine: SglangEngine) -> None:
+    engine.submit(0, LONG, Sampling())
+    kill(engine)
+    assert "ended with exit code -9; the end of" in lost(engine)
+    assert not engine.health()
+    with pytest.raises(EngineLost):
+        engine.submit(1, SHORT, Sampling())
+    assert [response.ids for _, _, response in engine.abort()] == [()]
+    engine.restart()
+    with pytest.raises(RuntimeError, match="weights are undefined"):
+        engine.submit(1, SHORT, Sampling())
+    assert engine.poll(9.0) == []
+    assert engine.abort() == []
+    engine.resume()
+    assert not engine.health()
+    engine.sleep()
+    wake(engine)
+    assert answers(engine)
+    assert asked(engine) == ASLEEP + AWAKE
+    assert starts(engine) == 2  # in one log
+
+
+def test_a_restart_waits_for_nothing_and_sleep_does(engine: SglangEngine, tmp_path: Path) -> None:
+    (tmp_path / "slow").touch()
+    begun = time.monotonic()
+    engine.restart()
+    assert time.monotonic() - begun < 1
+    engine.sleep()
+    assert time.monotonic() - begun > 1.5
+    wake(engine)
+    assert answers(engine)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_hung_server_is_told_and_replaced(engine: SglangEngine, tmp_path: Path, stopped: bool) -> None:
+    """It answers that it is ill, or nothing at all as all its processes are stopped."""
+    engine.submit(0, LONG, Sampling())
+    assert engine.poll(0.2) == []
+    old = writing_to(engine.directory / "server.log")
+    if stopped:
+        for process in old:
+            os.kill(process, signal.SIGSTOP)
+    else:
+        (tmp_path / "ill").touch()
+    reason = lost(engine)
+    assert "engine 0: its SGLang server gave no sign of life for" in reason
+    assert "\n" not in reason
+    (tmp_path / "ill").unlink(missing_ok=True)
+    begun = time.monotonic()
+    engine.restart()
+    assert time.monotonic() - begun < 2
+    assert not set(old) & set(writing_to(engine.directory / "server.log"))
+    engine.sleep()
+    wake(engine)
+    assert answers(engine)
+
+
+def test_an_abort_that_has_no_effect_gives_up_and_sleep_replaces_the_server(
+    engine: SglangEngine, tmp_path: Path
+) -> None:
+    engine.submit(0, LONG, Sampling())
+    assert engine.poll(0.2) == []
+    (tmp_path / "deaf").touch()
+    assert [(key, response.ids) for key, _, response in engine.abort()] == [(0, ())]
+    assert "nothing came for 1 s after an abort" in lost(engine)
+    (tmp_path / "deaf").unlink()
+    engine.sleep()
+    assert starts(engine) == 2
+    wake(engine)
+    assert answers(engine)
+
+
+def test_one_that_died_unnoticed_is_replaced_when_it_is_to_sleep(engine: SglangEngine) -> None:
+    kill(engine)
+    engine.sleep()
+    assert asked(engine) == ASLEEP
+    wake(engine)
+    assert answers(engine)
+
+
+def test_one_that_died_asleep_is_replaced_when_it_is_to_wake(engine: SglangEngine) -> None:
+    engine.sleep()
+    kill(engine)
+    wake(engine)
+    assert asked(engine) == ASLEEP + AWAKE
+    assert answers(engine)
+
+
+def test_one_that_hangs_unnoticed_is_replaced_when_it_is_to_sleep(engine: SglangEngine) -> None:
+    for process in writing_to(engine.directory / "server.log"):
+        os.kill(process, signal.SIGSTOP)
+    engine.sleep()
+    wake(engine)
+    assert answers(engine)
+    assert starts(engine) == 2
+
+
+def test_restarts_are_counted_and_one_too_many_ends_the_run(engine: SglangEngine) -> None:
+    for _ in range(2):
+        engine.restart()
+        engine.sleep()
+        wake(engine)
+    engine.submit(0, LONG, Sampling())
+    kill(engine)
+    lost(engine)
+    expected = (
+        r"engine 0 was lost and may not be started again \(rollout.engine_restarts is 2\); nothing is lost, the last "
+        r"checkpoint stays; why it was lost: engine 0: the SGLang server ended with exit code -9"
+    )
+    with pytest.raises(UserError, match=expected):
+        engine.restart()
+
+
+def test_one_that_can_not_be_started_again_ends_the_run(engine: SglangEngine, tmp_path: Path) -> None:
+    (tmp_path / "fail").touch()
+    engine.restart()
+    with pytest.raises(UserError, match=r"engine_restarts is 2\)(.|\n)*ended with exit code 3"):
+        engine.sleep()
+
+
+def test_scores_of_a_dead_server_are_not_awaited(engine: SglangEngine) -> None:
+    kill(engine)
+    with pytest.raises(EngineLost, match="ended with exit code -9"):
+        engine.score([(3, 4)])
+
+
+def test_a_server_that_took_a_signal_to_stop_goes_all_the_same(engine: SglangEngine) -> None:
+    """The orderly way too, in which the processes are asked first."""
+    processes = writing_to(engine.directory / "server.log")
+    for process in processes:
+        os.kill(process, signal.SIGSTOP)
+    begun = time.monotonic()
+    engine.stop()
+    assert time.monotonic() - begun < 5
+    assert left_behind(engine.directory / "server.log", within_s=1) == []
+
+
+Act = Callable[[SglangEngine], None]
+
+
+@pytest.mark.parametrize("act", [SglangEngine.restart, lambda engine: engine.submit(0, SHORT, Sampling())])
+def test_a_rank_that_does_not_lead_asks_nothing(untied_model: Model, act: Act) -> None:
+    spec = read_model_spec(untied_model[0])
+    group = EngineGroup(rank=1, size=2, world=2)
+    config = run_config(rollout={"engine": "sglang"})
+    engine = SglangEngine(config, spec, group, eos_token_ids=frozenset({2}), vocabulary=SHAPE.vocab)
+    engine.version = 1
+    with pytest.raises(RuntimeError, match="only the rank that leads"):
+        act(engine)
