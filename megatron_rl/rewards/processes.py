@@ -6,9 +6,14 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
 from multiprocessing.context import SpawnContext, SpawnProcess
 from types import ModuleType
+
+LAST_WORDS_S = 0.5
+"""How long a process that ended by itself counts as alive. pebble looks for the task of a dead process among those that
+it knows to be begun; a busy trainer may not have read yet that it was, and the task would be lost until its deadline."""
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -16,6 +21,9 @@ _libc = ctypes.CDLL(None)
 
 class GraderProcess(SpawnProcess):
     """A process of a grader. It leads a process group, so that what the grader started is ended with it."""
+
+    _killed = False
+    _ended = 0.0
 
     def start(self) -> None:
         """Start it without the program's main module, which spawned processes import otherwise: that may be heavy.
@@ -29,8 +37,16 @@ class GraderProcess(SpawnProcess):
         finally:
             sys.modules["__main__"] = main
 
+    def is_alive(self) -> bool:
+        """Whether it runs, or its last words may be unread."""
+        if super().is_alive():
+            return True
+        self._ended = self._ended or time.monotonic()
+        return not self._killed and time.monotonic() < self._ended + LAST_WORDS_S
+
     def terminate(self) -> None:
         """Kill it: a hung grader is deaf to anything less, and the pool stands still until it is gone."""
+        self._killed = True
         if self.pid and self.is_alive():
             with suppress(ProcessLookupError):  # it has only begun, and leads no group yet
                 os.killpg(self.pid, signal.SIGKILL)
