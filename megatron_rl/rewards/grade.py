@@ -55,7 +55,7 @@ def shown(value: object) -> str:
     try:
         return one_line(repr(value))
     except Exception:  # a user's class, or a user's exception
-        return f"a {type(value).__name__}"
+        return f"<{type(value).__name__}>"
 
 
 def one_line(text: str) -> str:

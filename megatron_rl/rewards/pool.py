@@ -235,5 +235,6 @@ class GraderPool:
 def _end_of(exitcode: int) -> str:
     """How a process ended."""
     if exitcode < 0:
-        return f"its process was ended by {signal.Signals(-exitcode).name}"
+        known = {one.value: one.name for one in signal.Signals}  # real-time signals have no names
+        return f"its process was ended by {known.get(-exitcode, f'signal {-exitcode}')}"
     return f"its process ended with exit code {exitcode}"

@@ -12,8 +12,8 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from types import ModuleType
 
 LAST_WORDS_S = 0.5
-"""How long a process that ended by itself counts as alive. pebble looks for the task of a dead process among those that
-it knows to be begun; a busy trainer may not have read yet that it was, and the task would be lost until its deadline."""
+"""How long a process that ended by itself counts as alive. pebble looks for its task among those that it knows to be
+begun; a busy trainer may not have read yet that this one was, and the task would be lost until its deadline."""
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)

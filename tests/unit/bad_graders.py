@@ -23,6 +23,8 @@ def misbehave(prompt: Prompt, text: str, finished: bool) -> Any:
         os._exit(7)
     if text == "segfault":
         os.kill(os.getpid(), signal.SIGSEGV)
+    if text == "real-time signal":
+        os.kill(os.getpid(), signal.SIGRTMIN + 5)
     if text == "nan":
         return float("nan")
     if text == "three":
@@ -35,6 +37,16 @@ def misbehave(prompt: Prompt, text: str, finished: bool) -> Any:
         raise OddError("a", "b")
     if text == "dict":
         return {"score": 0.5, "steps": (1, 2), "who": {"a": float("inf")}, "kind": OddError}
+    if text == "nothing":
+        return None
+    if text == "word":
+        return "0.5"
+    if text == "huge":
+        return 10**5000
+    if text == "long":
+        raise ValueError("x" * 10**6)
+    if text == "unspeakable":
+        raise UnspeakableError
     if text == "unscored":
         return {"steps": 3}
     if text == "modules":
@@ -49,6 +61,13 @@ class OddError(Exception):
 
     def __init__(self, one: str, other: str) -> None:
         super().__init__(one)
+
+
+class UnspeakableError(Exception):
+    """Has no repr."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError
 
 
 def slowly(prompt: Prompt, text: str, finished: bool) -> dict[str, Any]:

@@ -123,6 +123,18 @@ def test_what_a_grader_may_return_and_what_else_it_does(pool: GraderPool) -> Non
     ]
 
 
+def test_every_failure_has_a_reason_of_one_short_line(pool: GraderPool) -> None:
+    grades = one(pool, "nothing", "word", "huge", "long", "unspeakable", "real-time signal")
+    assert [grade.error for grade in grades] == [
+        "it returned None; a score is from 0 (wrong) to 1 (right)",
+        "it returned '0.5'; a score is from 0 (wrong) to 1 (right)",
+        "it returned <int>; a score is from 0 (wrong) to 1 (right)",  # Python does not write it out either
+        "ValueError('" + "x" * 285 + "...",
+        "<UnspeakableError>",
+        f"its process was ended by signal {signal.SIGRTMIN + 5}",
+    ]
+
+
 def test_processes_are_light(pool: GraderPool) -> None:
     (grade,) = one(pool, "modules")
     modules = grade.details["modules"]
@@ -196,6 +208,34 @@ def test_idle_processes_that_are_killed_are_replaced(pool: GraderPool) -> None:
             os.kill(process, signal.SIGKILL)
         time.sleep(0.3)
         assert [grade.score for grade in one(pool, "4", "5")] == [1.0, 0.0]
+
+
+def test_processes_that_take_nothing_are_replaced(monkeypatch: pytest.MonkeyPatch, pool: GraderPool) -> None:
+    one(pool, "4")
+    monkeypatch.setattr("megatron_rl.rewards.pool.STALLED_S", 1)
+    for process in processes_of(os.getpid()):
+        os.kill(process, signal.SIGSTOP)
+    assert [grade.score for grade in one(pool, "4", "5")] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ("raise SystemExit('no GPU')", "its process could not load it: SystemExit('no GPU')"),
+        ("os._exit(3)", "its processes end or hang before they grade anything"),
+    ],
+)
+def test_a_grader_that_only_its_process_cannot_load_ungrades_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, error: str
+) -> None:
+    module = f"loads_here_only_{len(what)}"
+    (tmp_path / f"{module}.py").write_text(
+        f"import os, multiprocessing\nif multiprocessing.parent_process(): {what}\ndef grade(*answer): return 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with GraderPool(config(f"{module}:grade")) as pool:
+        for _ in range(2):
+            assert [grade.error for grade in one(pool, "4", "5")] == [error] * 2
 
 
 def test_closing_waits_for_no_hung_process_and_leaves_none(tmp_path: Path) -> None:
