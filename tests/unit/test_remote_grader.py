@@ -1,6 +1,7 @@
 """A grader that is a server: retries, refusals, silence. The server is real, and of this machine."""
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -113,7 +114,7 @@ def test_a_refusal_is_not_tried_again_and_no_answer_is_not_wrong(server: Server)
     )
     assert refused.error == "RuntimeError('its server refused the request (422: no such problem)')"
     assert silent.error == "RuntimeError('its server gave no answer within 1.62 s')"
-    assert busy.error == "RuntimeError('its server gave no answer within 1.62 s (try 3: 503: busy)')"
+    assert re.fullmatch(r".*its server gave no answer within 1.62 s \(try \d: 503: busy\)'\)", busy.error)
     assert no_json.error.startswith("JSONDecodeError(")
     assert right == Grade(score=1.0)
     assert sum(body["response"] == "refuse" for body in server.bodies) == 1
@@ -124,4 +125,4 @@ def test_nobody_listens() -> None:
     with Server() as gone:
         pass
     (grade,) = grades_of(gone, "4", timeout_s=1)
-    assert "its server gave no answer within 0.81 s (try 2: ConnectError(" in grade.error
+    assert re.search(r"its server gave no answer within 0.81 s \(try \d: ConnectError\(", grade.error)
