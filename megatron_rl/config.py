@@ -46,20 +46,32 @@ class RewardConfig(Section):
     """How answers are graded. A grader says how right an answer is, from 0 (wrong) to 1 (right)."""
 
     grader: str = "after_marker"
-    """`after_marker`: what follows the only `marker` of a finished response equals `answer`; or
-    `package.module:function`, called as `function(prompt, text, finished)`."""
+    """`after_marker`: what follows the only `marker` of a finished response equals `answer`; `math`: the last
+    `\\boxed{}` means the same as `answer` (math-verify); `http://...` or `https://...`: a server is asked; or
+    `package.module:function`, called as `function(prompt, text, finished)` (docs/graders.md)."""
+
+    graders: dict[str, str] = Field(default={})
+    """Graders of rows by their `data_source`: a mapping from it to a name as `grader` has it. All other rows are
+    `grader`'s."""
 
     marker: Annotated[str, Field(min_length=1)] = "#"
     """For `after_marker`: for example `####` (GSM8K) or `Answer:` (DAPO)."""
+
+    timeout_s: Seconds = 30
+    """How long a grader may take for one answer, or for a group if it takes groups. Then its process is killed and
+    replaced, and the answer is ungraded."""
+
+    workers: Positive = 4
+    """Processes that run graders, for each engine."""
+
+    max_ungraded: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """A step with a larger share of ungraded responses ends the run."""
 
     wrong: float = 0.0
     """Reward of a wrong answer. The DAPO preset sets −1."""
 
     right: float = 1.0
     """Reward of a right answer."""
-
-    max_ungraded: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """A step with a larger share of answers without a grade ends the run."""
 
     learned: bool = False
     """The grader is a learned or a remote model rather than a rule. It decides nothing; it warns of training without

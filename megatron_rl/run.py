@@ -21,6 +21,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.files import replace_text
 from megatron_rl.phases import Phases
 from megatron_rl.resharding.hf_files import HfReader, write_hf
+from megatron_rl.rewards.graders import check_graders
 from megatron_rl.rewards.pool import GraderPool
 from megatron_rl.rollout.collector import Collector, Rollout
 from megatron_rl.rollout.delivery import ALL, bring_groups, deliver

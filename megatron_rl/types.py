@@ -1,10 +1,16 @@
-"""The nouns that travel: prompts, responses, groups, and the batch that is trained on."""
+"""The nouns that travel: prompts, responses, groups, and the batch that is trained on.
+
+Graders' processes import this file, and a node has dozens of them: torch is for the type checker only.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -67,12 +73,12 @@ class Graded:
     """Decoded, without special tokens: for graders and people. Empty on other ranks."""
 
     details: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else its grader says. Empty on other ranks."""
+    """What else its grader said of it, JSON-able. Empty on other ranks."""
 
     @staticmethod
     def of(
-        response: Response, *, score: float, text: str = "", details: Mapping[str, Any] | None = None, home: int = 0
-    ) -> "Graded":
+        response: Response, *, score: float, text: str = "", home: int = 0, details: Mapping[str, Any] | None = None
+    ) -> Graded:
         """A response as it is known on its home."""
         return Graded(
             length=len(response.ids),

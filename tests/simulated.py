@@ -251,7 +251,7 @@ class SimulatedSampler:
         assert self.ledger is not None
         return any(one.draw.position == position and one.engine == number for one in self.ledger.entries)
 
-    def _draw(self, number: int, drawn: list, original: Callable, count: int) -> list:  # type: ignore[type-arg]
+    def _draw(self, number: int, drawn: list, original: Callable, count: int) -> list:
         first = self._taken[number]
         self._taken[number] += count
         if len(drawn) < self._taken[number]:
@@ -302,7 +302,7 @@ class SimulatedSampler:
         return Sampled(groups=groups, begun=begun, work=_together(works))
 
 
-def _copy(ledger: Ledger, draw: Callable) -> Ledger:  # type: ignore[type-arg]
+def _copy(ledger: Ledger, draw: Callable) -> Ledger:
     """A ledger that begins alike, of another rank."""
     from copy import deepcopy
 

@@ -25,7 +25,7 @@ class StoreBoard:
         """See `Board`."""
         key = self._key(self.store.add(f"{self.name}/count", 1))
         self._posted.append(key)
-        self.store.set(key, pickle.dumps(event))
+        self.store.set(key, pickle.dumps(event))  # type: ignore[arg-type]  # bytes are taken
 
     def news(self) -> Iterator[Event]:
         """See `Board`. Who stops in the middle leaves the rest for the next call."""

@@ -64,9 +64,9 @@ class Collector:
         """
         if self.sampler.ledger is None:
             self._begin(step)
+        ledger = self.sampler.busy()
         if not self.sampler.go_on():
             return None
-        ledger = self.sampler.ledger
         sampled = self.sampler.end(pause=self.config.rollout.partial)
         passed = [sampled.groups[number] for number in range(ledger.passed)]
         self._check_grades(step, passed, sampled.work)

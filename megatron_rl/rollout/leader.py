@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.grade import Grade
@@ -36,7 +36,7 @@ class Grades(Protocol):
     def submit(self, key: int, prompt: Prompt, answers: Sequence[tuple[str, bool]]) -> None:
         """Take the texts of a group, each with whether it ended by itself."""
 
-    def poll(self) -> list[tuple[int, list[Grade]]]:
+    def poll(self) -> list[tuple[Any, list[Grade]]]:
         """Groups whose answers are all graded since the last call; does not wait."""
 
     def forget(self) -> None:
@@ -180,11 +180,11 @@ class Leader:
         Returns:
             By number in the ledger, if it is to `pause`: what there is of the groups that are not completed.
         """
-        self.grades.forget()
         if self._asked and not self._lost:
             for key, sample, response in self.engine.abort():
                 self._check(response, True)
                 self._take(key, sample, response)
+        self.grades.forget()  # after that: what was completed just now would be graded
         left = {number: one.answers for number, one in self._in_work.items() if pause and any(one.answers)}
         self._in_work.clear()
         return left

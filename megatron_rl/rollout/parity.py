@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.engine import Engine, EngineLost
 from megatron_rl.rollout.waiting import EngineWait
 from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.types import Prompt, Response

@@ -106,7 +106,7 @@ class GroupSampler:
             UserError: a leader has hung.
             EnginesGoneError: an engine was lost too often.
         """
-        ledger, leader, wait = self._busy(), self._leader, self.wait
+        ledger, leader, wait = self.busy(), self._leader, self.wait
         if ledger.stalled:
             ledger.revive()
         events: list[Event] = []
@@ -133,7 +133,7 @@ class GroupSampler:
 
     def end(self, *, pause: bool = False) -> Sampled:
         """What came of it. What is still under way is stopped, and thrown away unless it is to `pause`."""
-        ledger, leader = self._busy(), self._leader
+        ledger, leader = self.busy(), self._leader
         begun = leader.end(pause=pause) if leader else {}
         works: list[Work | None] = [None] * self.wait.group.world
         dist.all_gather_object(works, leader.work if leader else None)
@@ -145,7 +145,8 @@ class GroupSampler:
         """The text of a response, without special tokens."""
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def _busy(self) -> Ledger:
+    def busy(self) -> Ledger:
+        """The ledger of what is sampled now. Raises RuntimeError if nothing is."""
         if self.ledger is None:
             raise RuntimeError("nothing is sampled; begin first")
         return self.ledger

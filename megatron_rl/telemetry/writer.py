@@ -100,7 +100,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _sample_row(group: Group, number: int, answer: Graded, response: Response) -> dict[str, Any]:
-    return {
+    row = {
         "prompt_index": group.prompt.index,
         "sample": number,
         "prompt": group.prompt.text,
@@ -113,3 +113,4 @@ def _sample_row(group: Group, number: int, answer: Graded, response: Response) -
         "ids": response.ids,
         "logprobs": [round(x, 6) for x in response.logprobs],
     }
+    return {**row, "details": dict(answer.details)} if answer.details else row

@@ -158,8 +158,8 @@ def controller(store: dist.Store) -> None:
                 engine_s[0] += time.perf_counter() - begun
 
         setattr(FakeEngine, name, apart)
-    Leader.step = timed  # type: ignore[method-assign]
-    sampler.make_board = lambda events: StoreBoard(store, f"bench/{boards}")  # type: ignore[assignment]
+    Leader.step = timed  # type: ignore[method-assign, assignment]
+    sampler.make_board = lambda events: StoreBoard(store, f"bench/{boards}")
     try:
         rollout = one.collect(1)
     finally:

@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 
 from megatron_rl.rollout.delivery import block, table
-from megatron_rl.rollout.sampler import _known, _summary
+from megatron_rl.rollout.ledger import Completed
 from megatron_rl.training.flops import sequence_flops
 from megatron_rl.training.micro_batches import Place, pack, shares
 from megatron_rl.training.setup import data_parallel_ranks
@@ -37,14 +37,15 @@ def main() -> None:
         begun = now
 
     answers = graded()
-    told = [pickle.dumps([_summary(one) for one in answers if one.home == engine * SIZE]) for engine in range(ENGINES)]
+    told = pickle.dumps([event(number, answers) for number in range(RESPONSES // GROUP)])
     mine = {number: one for number, one in enumerate(answers) if one.home == 0}
     begun = time.perf_counter()
-    known = [[_known(one, engine * SIZE) for one in pickle.loads(part)] for engine, part in enumerate(told)]
+    flat = [
+        Graded(length=length, finish_reason=reason, score=score, home=one.engine * SIZE)
+        for one in pickle.loads(told)
+        for length, reason, score in one.answers
+    ]
     lap("summaries of all responses")
-    groups = [known[number % ENGINES] for number in range(RESPONSES // GROUP)]
-    at = [GROUP * (number // ENGINES) for number in range(RESPONSES // GROUP)]
-    flat = list(chain.from_iterable(group[first : first + GROUP] for group, first in zip(groups, at, strict=True)))
     batch = [trained(mine.get(number, one), number) for number, one in enumerate(flat)]
     place = Place(rank=0, ranks=DATA_PARALLEL)
     replica = data_parallel_ranks(WORLD, tensor=8, context=1, pipeline=4)
@@ -72,8 +73,15 @@ def main() -> None:
         print(f"| {name} | {value:.2f} |")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     tokens = sum(one.length for one in answers)
-    print(f"\n{tokens:,} tokens, {packed:,} packed, {sent / 1e6:.0f} MB sent; summaries {sum(map(len, told)):,} bytes")
+    print(f"\n{tokens:,} tokens, {packed:,} packed, {sent / 1e6:.0f} MB sent; summaries {len(told):,} bytes")
     print(f"peak {peak:.1f} GB, made-up responses among it")
+
+
+def event(number: int, answers: list[Graded]) -> Completed:
+    """What all ranks are told of a group."""
+    group = answers[GROUP * number : GROUP * (number + 1)]
+    summaries = tuple((one.length, one.finish_reason, one.score) for one in group)
+    return Completed(number=number, engine=group[0].home // SIZE, answers=summaries, kept=True)
 
 
 def graded() -> list[Graded]:

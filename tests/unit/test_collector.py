@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -67,7 +68,7 @@ def rig(
     **rollout: Any,
 ) -> Rig:
     """Groups of four; of that at position n `right[n]` are right. `timing` changes all times, and nothing else."""
-    of = right if callable(right) else (lambda n: right[n])  # type: ignore[misc]
+    of = right if callable(right) else (lambda n: right[n])
     config = run_config(
         algorithm={"dynamic_sampling": dynamic, "group_filter": group_filter},
         rollout={"prompts_per_step": 3, "responses_per_prompt": 4, "max_response_tokens": 90, **rollout},
@@ -77,12 +78,16 @@ def rig(
     speed = [0.01 * (1 + (timing * (number + 3)) % 5) for number in range(engines)]
     sampler = SimulatedSampler(
         clock,
-        [FakeEngine(clock, LENGTH, lambda running, s=s: s * (1 + running / 9)) for s in speed],  # type: ignore[misc]
+        [FakeEngine(clock, LENGTH, partial(_step_s, s)) for s in speed],
         [SlowGrades(clock, grade, lambda prompt: (prompt.index * 7 + timing) % 5 * 0.3) for _ in range(engines)],
         seed=timing,
     )
     stream = InOrder()
     return Rig(Collector(sampler, stream, config, warnings.append), sampler, stream, clock, warnings)  # type: ignore[arg-type]
+
+
+def _step_s(seconds: float, running: int) -> float:
+    return seconds * (1 + running / 9)
 
 
 def indices(groups: Sequence[Group]) -> list[int]:
@@ -177,7 +182,7 @@ def test_without_a_use_for_them_they_are_thrown_away_and_counted() -> None:
 
 
 def test_what_is_unfinished_pauses_and_goes_on_first_in_the_next_step() -> None:
-    options = {"max_staleness": 1, "partial": True, "max_response_tokens": 600}
+    options: dict[str, Any] = {"max_staleness": 1, "partial": True, "max_response_tokens": 600}
     one = rig(lambda n: 2, engines=2, **options)
     rollouts = one.steps(5)
     groups = [group for rollout in rollouts for group in rollout.groups]

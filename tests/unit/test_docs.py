@@ -128,3 +128,18 @@ def test_the_example_of_ones_own_everything_trains(tmp_path: Path, monkeypatch: 
     assert [row["step"] for row in rows] == [0, 1, 2, 2]
     assert all("loss/clip_fraction" in row for row in rows[1:3])
     assert (tmp_path / "runs/mine/hf/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("grader", ["number_of_words", "words", "patient", "shortest"])
+def test_the_example_graders_run_in_processes(grader: str, tmp_path: Path) -> None:
+    page = ROOT / "docs/graders.md"
+    written = [block.text for block in blocks(page, "python") if block.file_name == "my_graders.py"]
+    (tmp_path / "my_graders.py").write_text("\n".join(written), encoding="utf-8")
+    (script,) = blocks(page, "py")
+    assert script.file_name == "try_it.py"
+    (tmp_path / "try_it.py").write_text(script.text.replace("my_graders:words", f"my_graders:{grader}"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "try_it.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert re.findall(r"Grade\(score=([\d.]+)", ended.stdout) == ["1.0", "0.0"], ended.stdout

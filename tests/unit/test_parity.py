@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import NoReturn
 
 import pytest
 from torch.distributed import HashStore
 
 from megatron_rl.errors import UserError
 from megatron_rl.rollout import parity as module
-from megatron_rl.rollout.engine import Answer, Request, Sampling
+from megatron_rl.rollout.engine import Answer, EngineLost, Request, Sampling
 from megatron_rl.rollout.groups import EngineGroup
 from megatron_rl.rollout.parity import Alarms, Distance, Parity, Reading, choose_probe, distance, make_parity, read
 from megatron_rl.rollout.waiting import EngineWait
@@ -230,41 +230,48 @@ def test_an_engine_that_ignores_an_update_is_stuck() -> None:
         parity.check(3)
 
 
+def response_of(versions: tuple[int, ...], reason: FinishReason = "stop") -> Response:
+    count = len(versions)
+    return Response(ids=(5,) * count, logprobs=(-1.0,) * count, finish_reason=reason, weight_versions=versions)
+
+
 @pytest.mark.parametrize("versions", [(1,), (1, 1, 1), ()])
 def test_responses_of_the_pushed_weights_pass(versions: tuple[int, ...]) -> None:
-    engine = Scripted()
-    engine.versions = versions
-    parity = parity_of(engine)
+    parity = parity_of(Scripted())
     parity.expect([(-1.0, -2.0)], version=1)
-    assert [answer.weight_versions for _, _, answer in parity.generate([REQUEST], Sampling())] == [versions]
+    parity.check_response(response_of(versions), aborted_ok=False)
 
 
 @pytest.mark.parametrize("versions", [(0,), (1, 2), (0, 0), (0, 1, 1)])
 def test_responses_of_other_weights_are_refused(versions: tuple[int, ...]) -> None:
-    engine = Scripted()
-    engine.versions = versions
-    parity = parity_of(engine)
+    parity = parity_of(Scripted())
     parity.expect([(-1.0, -2.0)], version=1)
     expected = f"engine 0 sampled with weights of version {max({*versions} - {1})}; version 1 was pushed"
     with pytest.raises(RuntimeError, match=expected):
-        list(parity.generate([REQUEST], Sampling()))
+        parity.check_response(response_of(versions, "abort"), aborted_ok=True)
 
 
 def test_a_part_of_an_answer_passes_where_it_was_asked_for() -> None:
     parity = parity_of(Scripted())
     parity.expect([(-1.0, -2.0)], version=1)
-    part = Response(ids=(5,), logprobs=(-1.0,), finish_reason="abort", weight_versions=(1,))
-    parity.check_response(part, aborted_ok=True)
-    with pytest.raises(RuntimeError, match="aborted a response after 1 tokens"):
-        parity.check_response(part, aborted_ok=False)
-    with pytest.raises(RuntimeError, match="sampled with weights of version 0"):
-        parity.check_response(replace(part, weight_versions=(0,)), aborted_ok=True)
+    parity.check_response(response_of((1,), "abort"), aborted_ok=True)
+    with pytest.raises(RuntimeError, match="engine 0 aborted a response after 1 tokens"):
+        parity.check_response(response_of((1,), "abort"), aborted_ok=False)
 
 
-def test_a_part_of_an_answer_is_refused() -> None:
-    engine = Scripted()
-    engine.finish_reason = "abort"
+@pytest.mark.usefixtures("alone")
+def test_an_engine_that_is_lost_while_it_scores_is_started_again_and_left_out() -> None:
+    class Lost(Scripted):
+        restarted = 0
+
+        def score(self, sequences: object) -> NoReturn:
+            raise EngineLost("it was killed")
+
+        def restart(self) -> None:
+            self.restarted += 1
+
+    engine = Lost()
     parity = parity_of(engine)
     parity.expect([(-1.0, -2.0)], version=1)
-    with pytest.raises(RuntimeError, match="engine 0 aborted a response after 1 tokens"):
-        list(parity.generate([REQUEST], Sampling()))
+    assert parity.check(1).values() == {}
+    assert engine.restarted == 1

@@ -110,6 +110,17 @@ def test_samples_hold_what_one_wants_to_read_and_what_can_be_checked(tmp_path: P
     writer.close()
 
 
+def test_each_sample_keeps_what_its_own_grader_said(tmp_path: Path) -> None:
+    group = graded_group(2, [1, 0], [2, 3])
+    said = replace(group.responses[1], details={"steps": 3, "why": ["sign"]})
+    writer = RunWriter(config_of(tmp_path), 0)
+    writer.samples(1, [replace(group, responses=(group.responses[0], said))])
+    writer.close()
+    number, verbose = (tmp_path / "samples" / "step_000001.jsonl").read_text().splitlines()
+    assert "details" not in json.loads(number)
+    assert json.loads(verbose)["details"] == {"steps": 3, "why": ["sign"]}
+
+
 def test_a_sample_says_each_weight_version_once(tmp_path: Path) -> None:
     group = graded_group(2, [1], [4])
     (answer,) = group.responses
