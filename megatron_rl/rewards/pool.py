@@ -74,7 +74,7 @@ class GraderPool:
         self._kinds = {name: kind_of(grader) for name, grader in check_graders(config).items()}
         self._pool: ProcessPool | None = None
         self._groups: dict[Hashable, _Group] = {}
-        self._running: set[_Task] = set()
+        self._running: dict[_Task, None] = {}
         self._ended: queue.SimpleQueue[tuple[_Task, Future[list[Grade] | str]]] = queue.SimpleQueue()
         self._ready: list[_Group] = []
         self._breaks, self._moved = 0, time.monotonic()
@@ -122,6 +122,8 @@ class GraderPool:
         if key in self._groups:
             raise ValueError(f"group {key!r} is being graded already")
         self.start()
+        if not self._running:
+            self._moved = time.monotonic()  # nobody polls while the trainer trains
         group = _Group(key, prompt, tuple(answers), grader_name(self.config, prompt))
         self._groups[key] = group
         places = range(len(group.answers))
@@ -160,7 +162,7 @@ class GraderPool:
                 self._take(*self._ended.get(timeout=timeout_s))
 
     def _run(self, task: _Task) -> None:
-        self._running.add(task)
+        self._running[task] = None
         if not self._running_well():
             task.future = None  # `_mend` sees to it
             return
@@ -183,7 +185,7 @@ class GraderPool:
         error = future.exception()
         if isinstance(error, BrokenProcessPool):
             return  # `_mend` sees to it
-        self._running.discard(task)
+        del self._running[task]
         self._breaks, self._moved = 0, time.monotonic()
         if error is None:
             said = future.result()
@@ -216,15 +218,12 @@ class GraderPool:
 
     def _mend(self) -> None:
         """Replace a pool that broke, or in which nothing moves any more, and have its tasks done by the new one."""
-        if not self._running:
-            self._moved = time.monotonic()
-            return
         stalled = time.monotonic() - self._moved > self.config.timeout_s + STALLED_S
-        if self._running_well() and not stalled:
+        if not self._running or (self._running_well() and not stalled):
             return
         self._stop()
         self._breaks += 1
-        tasks, self._running = list(self._running), set()
+        tasks, self._running = list(self._running), {}
         if self._breaks > TRIES:
             self._breaks = 0
             for task in tasks:
