@@ -247,6 +247,10 @@ class SimulatedSampler:
             for number, engine in enumerate(self.engines)
         ]
 
+    def busy(self) -> Ledger:
+        assert self.ledger is not None
+        return self.ledger
+
     def _has(self, number: int, position: int) -> bool:
         assert self.ledger is not None
         return any(one.draw.position == position and one.engine == number for one in self.ledger.entries)
