@@ -87,6 +87,17 @@ class RolloutConfig(Section):
     tensor_parallel_size: Positive = 1
     """Ranks that share one engine, all on one node. The embedded engine runs on one."""
 
+    placement: Literal["colocated", "separate"] = "colocated"
+    """`colocated`: engines sample on the trainer's ranks, in turn with it; `separate`: on the last `ranks` ranks, which
+    do nothing else, and nobody sleeps."""
+
+    ranks: NotNegative = 0
+    """With `placement: separate`: how many ranks sample; the others train."""
+
+    async_steps: Literal[0, 1] = 0
+    """1: while a step is trained on, the next one is sampled, with the weights from before (one step off-policy). Needs
+    `placement: separate`, and turns `algorithm.correction` on unless you set it."""
+
     sglang: SglangConfig = SglangConfig()
     """How SGLang's servers are started and asked; for `engine: sglang`."""
 
@@ -345,6 +356,17 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _correction_of_async(cls, values: Any) -> Any:
+        """Weigh what older weights sampled, unless the user says how."""
+        if isinstance(values, dict) and isinstance(rollout := values.get("rollout"), dict):
+            algorithm = values.get("algorithm") or {}
+            rollout_logprobs = isinstance(algorithm, dict) and algorithm.get("old_logprobs") == "rollout"
+            if rollout.get("async_steps") == 1 and isinstance(algorithm, dict) and not rollout_logprobs:
+                return {**values, "algorithm": {"correction": {}, **algorithm}}
+        return values
+
     @model_validator(mode="after")
     def _combinations(self) -> "Config":
         """Refuse combinations that can't work, with what to do instead."""
@@ -373,6 +395,10 @@ class Config(Section):
                 f"algorithm.soft_overlong.buffer ({algorithm.soft_overlong.buffer}) is longer than "
                 f"rollout.max_response_tokens ({rollout.max_response_tokens}); lower it or set soft_overlong to null"
             )
+        if (rollout.placement == "separate") != (rollout.ranks > 0):
+            raise ValueError("rollout.ranks: set it with rollout.placement=separate, and only then")
+        if rollout.async_steps and rollout.placement != "separate":
+            raise ValueError("rollout.async_steps: to sample while the trainer works needs rollout.placement=separate")
         if rollout.partial and not rollout.max_staleness:
             raise ValueError(
                 "rollout.partial: what is continued in the next step is one step old there; set rollout.max_staleness "

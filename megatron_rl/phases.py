@@ -36,14 +36,15 @@ class Sleeper(Protocol):
 class Phases:
     """Moves one rank from phase to phase; counts the seconds in each and looks at the memory in use."""
 
-    def __init__(self, engine: Engine, trainer: Sleeper | None) -> None:
+    def __init__(self, engine: Engine, trainer: Sleeper | None, *, separate: bool = False) -> None:
         """Begin with the engine asleep and the trainer awake.
 
         Args:
             engine: of this rank.
             trainer: its memory; None: it keeps that while the engine samples.
+            separate: engine and trainer are on different GPUs: nobody sleeps, and phases come in any order.
         """
-        self.engine, self.trainer = engine, trainer
+        self.engine, self.trainer, self.separate = engine, trainer, separate
         self.phase: Phase = "start"
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._peaks: defaultdict[str, float] = defaultdict(float)
@@ -57,11 +58,12 @@ class Phases:
         Raises:
             RuntimeError: `phase` can't follow the one before.
         """
-        if phase not in _LEGAL[self.phase]:
+        if phase not in _LEGAL[self.phase] and not self.separate:
             raise RuntimeError(f"phase {phase} can't follow {self.phase}")
         begun = time.perf_counter()
         if phase == "train":
-            self.engine.sleep()
+            if not self.separate:
+                self.engine.sleep()
             if self.trainer:
                 self.trainer.wake()
         elif self.trainer:

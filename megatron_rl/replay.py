@@ -50,7 +50,8 @@ MOST_PROBLEMS = 10
 
 def on_one_process(run_dir: Path) -> Config:
     """The config of a run, whatever its layout was."""
-    return load_config(run_dir / "config.yaml", [f"trainer.{option}" for option in _ONE_PROCESS])
+    together = ["rollout.placement=colocated", "rollout.ranks=0", "rollout.async_steps=0"]
+    return load_config(run_dir / "config.yaml", [*together, *(f"trainer.{option}" for option in _ONE_PROCESS)])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,12 +21,13 @@ from megatron_rl.errors import UserError
 from megatron_rl.files import replace_text
 from megatron_rl.phases import Phases
 from megatron_rl.resharding.hf_files import HfReader, write_hf
+from megatron_rl.resharding.sync import push_weights, receive_weights, send_weights
 from megatron_rl.rewards.graders import check_graders
 from megatron_rl.rewards.pool import GraderPool
 from megatron_rl.rollout.collector import Collector, Rollout
 from megatron_rl.rollout.delivery import ALL, bring_groups, deliver
 from megatron_rl.rollout.engine import Engine
-from megatron_rl.rollout.engines import make_engine
+from megatron_rl.rollout.engines import NoEngine, make_engine
 from megatron_rl.rollout.groups import EngineGroup, check_engine_groups
 from megatron_rl.rollout.leftover import Leftover, write_tokens
 from megatron_rl.rollout.leftover import read as read_leftover
@@ -47,12 +48,16 @@ from megatron_rl.training.checkpoint import (
     read_run_state,
     save_checkpoint,
     unchangeable,
+    unfinished,
 )
+from megatron_rl.training.elsewhere import TrainerElsewhere
 from megatron_rl.training.hf_config import read_model_spec
 from megatron_rl.training.implementation import choose
+from megatron_rl.training.model import DTYPES
 from megatron_rl.training.objective import Objective, load_loss
+from megatron_rl.training.sharing import Sharing
 from megatron_rl.training.trainer import Trainer
-from megatron_rl.types import Prompt
+from megatron_rl.types import Group, Prompt
 
 T = TypeVar("T")
 
@@ -73,9 +78,11 @@ class Run:
         begun = time.perf_counter()
         check_run_dir(config.run_dir)
         spec = read_model_spec(config.model.path)
-        setup.check_layout(config, spec.shape, setup.world_size())
-        shared_by = config.rollout.tensor_parallel_size
-        check_engine_groups(shared_by, setup.world_size(), setup.ranks_per_node())
+        shared_by, world = config.rollout.tensor_parallel_size, setup.world_size()
+        separate = config.rollout.placement == "separate"
+        first = setup.trainers(config) if separate else 0
+        check_engine_groups(shared_by, world, setup.ranks_per_node(), first)
+        setup.check_layout(config, spec.shape, setup.trainers(config))
         tokenizer = load_tokenizer(config.model.path)
         data = load_prompts(config.data.train, tokenizer, config.data)
         self.fixed = unchangeable(config, spec.shape, data.fingerprint)
@@ -92,7 +99,8 @@ class Run:
         eos = _usable_eos(spec.eos_token_ids, tokenizer.eos_token_id, vocabulary, config)
         self.step = 0
 
-        setup.start(config)
+        self.groups = setup.start(config)
+        everyone = self.groups.everyone
         Objective(loss=loss, algorithm=config.algorithm).try_out(cpu.device())
         self.leader = dist.get_rank() == 0
         self.progress = Progress(config.steps, quiet=not self.leader)
@@ -101,13 +109,15 @@ class Run:
                 self.progress.say(f"{path}: {prompts.skipped} prompts over data.max_prompt_tokens were skipped")
         for doubt in doubts(config):
             self.progress.say(f"warning: {doubt}")
-        group = EngineGroup(rank=dist.get_rank(), size=shared_by, world=dist.get_world_size())
-        self.engine: Engine = make_engine(config, spec, group, eos_token_ids=eos, vocabulary=vocabulary)
-        store = dist.distributed_c10d._get_default_store()
-        wait = EngineWait(store, group, timeout_s=config.rollout.heartbeat_timeout_s)
-        self.parity = make_parity(config, data.prompts, vocabulary, self.engine, wait, self.progress.say)
+        group = EngineGroup(rank=dist.get_rank(), size=shared_by, world=world, first=first)
+        self.spec, self.trains, self.samples = spec, dist.get_rank() < setup.trainers(config), dist.get_rank() >= first
+        self.engine: Engine = cast(Engine, NoEngine())
+        if self.samples:
+            self.engine = make_engine(config, spec, group, eos_token_ids=eos, vocabulary=vocabulary)
+        wait = EngineWait(self.groups.store, group, timeout_s=config.rollout.heartbeat_timeout_s)
+        self.parity = make_parity(config, data.prompts, vocabulary, self.engine, wait, self.progress.say, everyone)
         self.pool = GraderPool(config.rewards)
-        self.sampler = GroupSampler(self.engine, wait, self.pool, tokenizer, self.parity.check_response)
+        self.sampler = GroupSampler(self.engine, wait, self.pool, tokenizer, self.parity.check_response, everyone)
         self.prompts = data.prompts
         stream = PromptStream(data.prompts, config.seed)
         self.collector = Collector(self.sampler, stream, config, self.progress.say)
@@ -121,13 +131,19 @@ class Run:
                 self.pool.start()
             # On a GPU the engine takes its memory first and gives it back; then the trainer allocates.
             self.engine.start()
-            self.engine.sleep()
-            self.trainer = Trainer(config, spec, vocabulary)
-            self.phases = Phases(self.engine, self.trainer.memory)
+            if not separate:
+                self.engine.sleep()
+            self.trainer: Trainer | TrainerElsewhere
+            if self.trains:
+                self.trainer = Trainer(config, spec, vocabulary, everyone)
+            else:
+                sharing = Sharing(config=config, shape=spec.shape, trainers=first, world=world)
+                self.trainer = TrainerElsewhere(sharing, everyone)
+            self.phases = Phases(self.engine, None if separate else self.trainer.memory, separate=separate)
             self._stop_wish = started.enter_context(StopWish())
             self._started = started.pop_all()
         seconds = time.perf_counter() - begun
-        self.progress.say(f"{dist.get_world_size()} ranks on {cpu.device().type}, started in {seconds:.1f}s")
+        self.progress.say(f"{world} ranks on {cpu.device().type}, started in {seconds:.1f}s")
         self.progress.say(str(choose(config.trainer)))
 
     def __enter__(self) -> Run:
@@ -140,7 +156,7 @@ class Run:
         if self.writer:
             self.writer.close()
         if error is None:
-            setup.stop()  # a collective: others may never come to it after an error
+            setup.stop(self.groups)  # a collective: others may never come to it after an error
 
     def resume(self) -> None:
         """Go on from the newest checkpoint of the run directory, if there is one, and open the run's files."""
@@ -148,7 +164,9 @@ class Run:
         newest = self._from_leader(lambda: latest_checkpoint(self.config))
         if newest is not None:
             state = read_run_state(newest, self.fixed)
-            load_checkpoint(newest, self.trainer, state)
+            if isinstance(self.trainer, Trainer):
+                load_checkpoint(newest, self.trainer, state)
+            self.trainer.updates_done = state.updates
             self.step = self._saved_step = state.step
             self.collector.restore(state.collector, self._read_leftover(newest, state))
             self.progress.say(f"going on after step {self.step}, from {newest}")
@@ -164,7 +182,7 @@ class Run:
     def asked_to_stop(self) -> bool:
         """Whether any rank was asked to stop, at the boundary between two steps. A collective."""
         wish = torch.tensor(int(self._stop_wish.asked), device=cpu.device())
-        dist.all_reduce(wish, dist.ReduceOp.MAX)
+        dist.all_reduce(wish, dist.ReduceOp.MAX, group=self.groups.everyone)
         if wish:
             self.progress.say(f"asked to stop after step {self.step}; start the same command again to go on")
         return bool(wish)
@@ -179,18 +197,52 @@ class Run:
                 message = [error]
             except OSError as error:  # the others wait: tell them too
                 message = [UserError(f"run_dir: {error}")]
-        dist.broadcast_object_list(message, src=0)
+        dist.broadcast_object_list(message, src=0, group=self.groups.everyone)
         if isinstance(message[0], UserError):
             raise message[0]
         return cast(T, message[0])
+
+    def push_weights(self) -> None:
+        """The trainer's current weights into all engines, and its scores of the parity probe. A collective."""
+        trainer, version = self.trainer, self.trainer.updates_done
+        if not isinstance(trainer, Trainer):
+            assert self.groups.weights is not None
+            dtype = DTYPES[self.config.trainer.dtype]
+            receive_weights(
+                self.engine, self.spec.shape, version, self.groups.weights, dtype=dtype, device=cpu.device()
+            )
+        elif self.phases.separate:
+            send_weights(trainer.model, self.spec.shape, self.groups.weights)
+        else:
+            push_weights(trainer.model, self.spec.shape, self.engine, version=version)
+        self.parity.expect(self._of_trainer(trainer.score(self.parity.probe)), version=version)
+
+    def kl_of_responses(self, groups: Sequence[Group]) -> list[float] | None:
+        """See `Trainer.kl_of_responses`; on all ranks."""
+        return self._of_trainer(self.trainer.kl_of_responses(groups))
+
+    def _of_trainer(self, value: T) -> T:
+        """What the trainer says, also on ranks that only sample. A collective."""
+        if not self.phases.separate:
+            return value
+        message = [value]
+        dist.broadcast_object_list(message, src=0, group=self.groups.everyone)
+        return message[0]
+
+    @property
+    def engines_are_current(self) -> bool:
+        """Whether all engines have the trainer's weights; the same on every rank."""
+        if self.phases.separate:
+            return self.parity.version == self.trainer.updates_done
+        return self.phases.phase == "rollout"
 
     def keep_batch(self, step: int, rollout: Rollout, kl: Sequence[float] | None) -> None:
         """Write down what the step trains on, before it does: also what a failure came from. A collective."""
         if not self.config.telemetry.keep_batches:
             return
         answers = [one for group in rollout.groups for one in group.responses]
-        wanted = [range(len(answers)), *[range(0)] * (dist.get_world_size() - 1)]  # rank 0 writes
-        blocks = deliver(answers, wanted, rows=ALL)
+        wanted = [range(len(answers)), *[range(0)] * (setup.world_size() - 1)]  # rank 0 writes
+        blocks = deliver(answers, wanted, rows=ALL, group=self.groups.everyone)
         if self.writer:
             try:
                 self.writer.batch(step, rollout.groups, blocks, kl)
@@ -200,7 +252,7 @@ class Run:
     def finish_step(self, step: int, rollout: Rollout, metrics: MeanMetrics) -> None:
         """Count the step as done and write down what happened in it. A collective."""
         self.step = step
-        samples = bring_groups(rollout.sampled[: self.config.telemetry.samples_per_step], to=0)
+        samples = bring_groups(rollout.sampled[: self.config.telemetry.samples_per_step], 0, self.groups.everyone)
         for phase, seconds in self.phases.take_seconds().items():
             metrics.add(f"seconds/{phase}", seconds)
         self._add_memory_figures(metrics)
@@ -245,17 +297,20 @@ class Run:
             collector=self.collector.state(),
             fixed=self.fixed,
         )
+        target = unfinished(self.config, self.step)
         with self.phases.enter("train"):
-            path = save_checkpoint(
-                self.config,
-                self.trainer,
-                state,
-                also=lambda directory: write_tokens(
-                    directory / f"{LEFTOVER}{dist.get_rank():05d}.safetensors", self.collector.leftover
-                ),
-            )
+            if isinstance(self.trainer, Trainer):
+                target = save_checkpoint(self.config, self.trainer, state, also=self._save_own)
+            else:
+                self._save_own(target)
         self._saved_step = self.step
-        self.progress.say(f"saved {path} in {time.perf_counter() - begun:.1f}s")
+        self.progress.say(f"saved {target} in {time.perf_counter() - begun:.1f}s")
+
+    def _save_own(self, directory: Path) -> None:
+        """Write what this rank alone has. A collective: after the directory is there, and before it counts."""
+        dist.barrier(self.groups.everyone)
+        write_tokens(directory / f"{LEFTOVER}{dist.get_rank():05d}.safetensors", self.collector.everything_left)
+        dist.barrier(self.groups.everyone)
 
     def _read_leftover(self, checkpoint: Path, state: RunState) -> Leftover:
         return read_leftover(
@@ -268,7 +323,7 @@ class Run:
 
     def export(self) -> None:
         """Write the trained model as a Hugging Face directory. A collective."""
-        if not self.config.checkpoint.export_hf:
+        if not self.config.checkpoint.export_hf or not isinstance(self.trainer, Trainer):
             return
         target = self.config.run_dir / "hf"
         with self.phases.enter("train"):

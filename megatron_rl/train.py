@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from megatron_rl.config import Config
 from megatron_rl.evaluation.heldout import evaluate
-from megatron_rl.resharding.sync import push_weights
 from megatron_rl.rollout.sampler import EnginesGoneError
 from megatron_rl.run import Run
 from megatron_rl.telemetry.metrics import MeanMetrics
@@ -35,17 +34,18 @@ def train(config: Config) -> bool:
             step = run.step + 1
 
             # prompts → responses → rewards → groups kept
-            rollout, parity = with_engines(run, step, partial(run.collector.collect, step))
-            metrics = rollout.metrics
-            metrics.merge(parity)
+            rollout, metrics = with_engines(run, step, partial(run.collector.collect, step))
+            metrics.merge(rollout.metrics)
 
             if rollout.groups:
                 with run.phases.enter("train"):
-                    kl = run.trainer.kl_of_responses(rollout.groups)  # None unless it is taken from the reward
+                    kl = run.kl_of_responses(rollout.groups)  # None unless it is taken from the reward
                     run.keep_batch(step, rollout, kl)
                     batch = make_batch(rollout.groups, config, kl)  # advantages, loss weights, optimizer steps
                     metrics.merge(batch.metrics)
                     metrics.merge(run.trainer.train(batch))  # micro-batches → log-probs → loss → optimizer
+            if config.rollout.async_steps and step < config.steps:  # ranks that only sample come here at once
+                with_engines(run, step + 1, partial(run.collector.collect_ahead, step + 1), sync=False)
 
             run.finish_step(step, rollout, metrics)
             if run.evaluation_due():
@@ -59,23 +59,24 @@ def train(config: Config) -> bool:
 
 def sync_weights(run: Run) -> None:
     """Trainer's layout → engines' layout, unless the engines have the current weights."""
-    if run.phases.phase == "rollout":
-        return
-    with run.phases.enter("sync"):
-        push_weights(run.trainer.model, run.trainer.spec.shape, run.engine, version=run.trainer.updates_done)
-        run.parity.expect(run.trainer.score(run.parity.probe), version=run.trainer.updates_done)
+    if not run.engines_are_current:
+        with run.phases.enter("sync"):
+            run.push_weights()
 
 
-def with_engines(run: Run, step: int, act: Callable[[], T | None]) -> tuple[T, MeanMetrics]:
+def with_engines(run: Run, step: int, act: Callable[[], T | None], *, sync: bool = True) -> tuple[T, MeanMetrics]:
     """What `act` gives with engines that have the current weights; it gives None when all of them were lost meanwhile.
 
     Also how engines and trainer agree. An engine that was lost is started again by its leader, and gets its weights
-    with the others'.
+    with the others'. Without `sync` engines have weights that they are to go on with.
     """
+    parity = MeanMetrics()
     while True:
-        sync_weights(run)
+        if sync:
+            sync_weights(run)
         with run.phases.enter("rollout"):
-            parity = run.parity.check(step)  # engine and trainer agree, or the run ends
+            if sync:
+                parity = run.parity.check(step)  # engine and trainer agree, or the run ends
             try:
                 result = act()
             except EnginesGoneError:
@@ -83,6 +84,8 @@ def with_engines(run: Run, step: int, act: Callable[[], T | None]) -> tuple[T, M
                 raise
         if result is not None:
             return result, parity
+        sync = True
+        run.parity.version = -1  # whatever they had
         with run.phases.enter("train"):
             run.progress.say("all engines were lost; they are started again and get the weights once more")
 

@@ -33,6 +33,16 @@ class Rollout:
     metrics: MeanMetrics
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Ahead:
+    """A step that was collected early, and how to begin it again from a checkpoint."""
+
+    step: int
+    rollout: Rollout
+    all_of_it: Leftover
+    rates: Rates
+
+
 class Collector:
     """Draws prompts until a batch is full of groups that teach something."""
 
@@ -48,6 +58,7 @@ class Collector:
         """Tokens and responses that the run's engines sampled, whatever became of them."""
 
         self._begun_anew = 0
+        self._ahead: _Ahead | None = None
 
     def collect(self, step: int) -> Rollout | None:
         """The groups of rollout step `step`. A collective; the same on every rank.
@@ -62,12 +73,17 @@ class Collector:
             UserError: too few answers could be graded, or the batch stays short and `rollout.when_short` is `raise`.
             EnginesGoneError: an engine was lost too often.
         """
+        if self._ahead and self._ahead.step == step:
+            rollout, self._ahead = self._ahead.rollout, None
+            return rollout
         if self.sampler.ledger is None:
+            self._before = self.rates
             self._begin(step)
         ledger = self.sampler.busy()
         if not self.sampler.go_on():
             return None
         sampled = self.sampler.end(pause=self.config.rollout.partial)
+        self._all_of_it = leftover_of(ledger, sampled.groups, sampled.begun, first=0)
         passed = [sampled.groups[number] for number in range(ledger.passed)]
         self._check_grades(step, passed, sampled.work)
         self.rates = self.rates.after(ledger.completed(0, ledger.passed))
@@ -84,13 +100,26 @@ class Collector:
         self._add_counts(metrics, step, ledger, sampled.work)
         return Rollout(groups=tuple(batch), sampled=tuple(passed), metrics=metrics)
 
+    def collect_ahead(self, step: int) -> MeanMetrics | None:
+        """Collect a later step, which `collect` then gives; as that, but for what it returns."""
+        rollout = self.collect(step)
+        if rollout is None:
+            return None
+        self._ahead = _Ahead(step=step, rollout=rollout, all_of_it=self._all_of_it, rates=self._before)
+        return MeanMetrics()
+
+    @property
+    def everything_left(self) -> Leftover:
+        """What the next step begins with; if that is collected already, all that it was made of."""
+        return self._ahead.all_of_it if self._ahead else self.leftover
+
     def state(self) -> dict[str, Any]:
-        """What the next step depends on, as JSON; the tokens of `leftover` apart. The same on every rank."""
+        """What the next step depends on, as JSON; the tokens of `everything_left` apart. The same on every rank."""
         return {
             "position": self.stream.position,
-            "rates": asdict(self.rates),
+            "rates": asdict(self._ahead.rates if self._ahead else self.rates),
             "work": self.work,
-            "leftover": to_json(self.leftover),
+            "leftover": to_json(self.everything_left),
         }
 
     def restore(self, state: Mapping[str, Any], leftover: Leftover) -> None:

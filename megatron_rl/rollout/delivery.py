@@ -68,18 +68,25 @@ def table(homes: Sequence[int], wanted: Sequence[Sequence[int]], rank: int) -> T
     )
 
 
-def deliver(responses: Sequence[Held], wanted: Sequence[Sequence[int]], *, rows: int = TRAINED) -> dict[int, Tensor]:
+def deliver(
+    responses: Sequence[Held],
+    wanted: Sequence[Sequence[int]],
+    *,
+    rows: int = TRAINED,
+    group: dist.ProcessGroup | None = None,
+) -> dict[int, Tensor]:
     """The tokens of the responses that this rank wants. A collective over all ranks.
 
     Args:
         responses: the same on every rank, but for the tokens.
         wanted: of each rank, which of them it wants; the same on every rank.
         rows: how many of a block's.
+        group: all ranks; None: the default one.
 
     Returns:
         By index, int32 `[rows, tokens]` in host memory.
     """
-    moves = table([one.home for one in responses], wanted, dist.get_rank())
+    moves = table([one.home for one in responses], wanted, dist.get_rank(group))
     blocks = {index: block(responses[index], rows) for index in sorted({i for of_rank in moves.sends for i in of_rank})}
     nothing = torch.empty(0, dtype=torch.int32)
     outgoing = torch.cat([nothing, *(blocks[index].flatten() for of_rank in moves.sends for index in of_rank)])
@@ -88,7 +95,7 @@ def deliver(responses: Sequence[Held], wanted: Sequence[Sequence[int]], *, rows:
         for side in (moves.sends, moves.gets)
     )
     incoming = torch.empty(sum(gotten), dtype=torch.int32)
-    dist.all_to_all_single(incoming, outgoing, output_split_sizes=gotten, input_split_sizes=sent)
+    dist.all_to_all_single(incoming, outgoing, output_split_sizes=gotten, input_split_sizes=sent, group=group)
     order = [index for of_rank in moves.gets for index in of_rank]
     parts = incoming.split([rows * responses[index].length for index in order])
     return {index: part.view(rows, -1) for index, part in zip(order, parts, strict=True)}
@@ -119,30 +126,30 @@ def at_home(responses: Sequence[Held], *, rows: int = TRAINED) -> dict[int, Tens
     return {index: block(one, rows) for index, one in enumerate(responses)}
 
 
-def bring_groups(groups: Sequence[Group], to: int) -> list[Group]:
+def bring_groups(groups: Sequence[Group], to: int, group: dist.ProcessGroup | None = None) -> list[Group]:
     """The groups, whole with texts and tokens on rank `to`; as they were on others. Few: they travel as objects.
 
     Ranks that have none of them do nothing; those that have some meet rank `to`.
     """
-    rank = dist.get_rank()
-    homes = sorted({one.home for group in groups for one in group.responses} - {to})
+    rank = dist.get_rank(group)
+    homes = sorted({one.home for of_prompt in groups for one in of_prompt.responses} - {to})
     found = {rank: _held(groups, rank)}
     host = torch.device("cpu")
     for home in homes:
         if rank == home:
-            dist.send_object_list([found[rank]], dst=to, device=host)
+            dist.send_object_list([found[rank]], dst=to, device=host, group=group)
         elif rank == to:
             message: list[dict[tuple[int, int], Graded]] = [{}]
-            dist.recv_object_list(message, src=home, device=host)
+            dist.recv_object_list(message, src=home, device=host, group=group)
             found[home] = message[0]
     if rank != to:
         return list(groups)
     return [
         Group(
-            prompt=group.prompt,
-            responses=tuple(found[one.home][place, sample] for sample, one in enumerate(group.responses)),
+            prompt=of_prompt.prompt,
+            responses=tuple(found[one.home][place, sample] for sample, one in enumerate(of_prompt.responses)),
         )
-        for place, group in enumerate(groups)
+        for place, of_prompt in enumerate(groups)
     ]
 
 

@@ -11,6 +11,21 @@ from megatron_rl.training.hf_config import ModelSpec
 from megatron_rl.training.model import DTYPES
 
 
+class NoEngine:
+    """In an engine's place on a rank that only trains."""
+
+    def start(self) -> None:
+        """Nothing."""
+
+    update_weights = submit = poll = abort = score = restart = None
+
+    def health(self) -> bool:
+        """It never can."""
+        return False
+
+    sleep = wake = resume = stop = start
+
+
 def make_engine(
     config: Config, spec: ModelSpec, group: EngineGroup, *, eos_token_ids: frozenset[int], vocabulary: int
 ) -> Engine:

@@ -20,24 +20,27 @@ class EngineGroup:
     world: int
     """Ranks in all."""
 
+    first: int = 0
+    """Ranks before it only train, and belong to no engine."""
+
     @property
     def number(self) -> int:
-        """Which engine this rank belongs to, from 0."""
-        return self.rank // self.size
+        """Which engine this rank belongs to, from 0; negative: to none."""
+        return (self.rank - self.first) // self.size
 
     @property
     def engines(self) -> int:
         """How many there are."""
-        return self.world // self.size
+        return (self.world - self.first) // self.size
 
     @property
     def leads(self) -> bool:
         """Whether this rank talks to the engine."""
-        return self.rank % self.size == 0
+        return self.rank >= self.first and (self.rank - self.first) % self.size == 0
 
     def leader_of(self, engine: int) -> int:
         """The rank that leads an engine."""
-        return engine * self.size
+        return self.first + engine * self.size
 
     @property
     def ranks(self) -> range:
@@ -46,19 +49,22 @@ class EngineGroup:
         return range(first, first + self.size)
 
 
-def check_engine_groups(size: int, world: int, per_node: int) -> None:
+def check_engine_groups(size: int, world: int, per_node: int, first: int = 0) -> None:
     """Refuse engines that would not fill the ranks, or would lie across nodes.
 
     Args:
         size: ranks that share an engine.
         world: ranks in all.
         per_node: ranks of a node.
+        first: ranks before it belong to no engine.
 
     Raises:
         UserError: naming the sizes.
     """
-    if world % size or per_node % size:
+    if not 0 <= first < world:
+        raise UserError(f"rollout.ranks: {world - first} of {world} processes can't sample while others train")
+    if (world - first) % size or per_node % size or first % size:
         raise UserError(
-            f"rollout.tensor_parallel_size: engines of {size} ranks don't divide {world} processes, {per_node} on each "
-            "node; an engine never lies across nodes"
+            f"rollout.tensor_parallel_size: engines of {size} ranks don't divide {world - first} processes, {per_node} "
+            "on each node; an engine never lies across nodes"
         )

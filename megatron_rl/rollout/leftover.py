@@ -38,15 +38,18 @@ class Leftover:
 NOTHING = Leftover(held={}, begun={})
 
 
-def leftover_of(ledger: Ledger, groups: Mapping[int, Group], begun: Mapping[int, Begun]) -> Leftover:
+def leftover_of(
+    ledger: Ledger, groups: Mapping[int, Group], begun: Mapping[int, Begun], first: int | None = None
+) -> Leftover:
     """The draws behind the batch of a ledger that is over.
 
     Args:
         ledger: it.
         groups: by number, all that are completed; with tokens those of this rank.
         begun: by number, what this rank has of others.
+        first: from which draw on; None: behind the batch.
     """
-    behind = list(enumerate(ledger.entries))[ledger.passed :]
+    behind = list(enumerate(ledger.entries))[ledger.passed if first is None else first :]
     whole = {number for number, one in behind if one.done and all(g.response for g in groups[number].responses)}
     return Leftover(
         draws=tuple(Carried(draw=one.draw, engine=one.engine, done=one.done) for _, one in behind),

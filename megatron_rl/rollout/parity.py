@@ -185,10 +185,11 @@ class Parity:
         wait: EngineWait,
         alarms: Alarms,
         say: Callable[[str], None],
+        everyone: dist.ProcessGroup | None = None,
     ) -> None:
         """Compare `engine`, that of this rank's group, with the trainer; `say` is told warnings, on every rank."""
         self.probe, self.engine, self.wait, self.alarms, self.say = tuple(probe), engine, wait, alarms, say
-        self.group = wait.group
+        self.group, self.everyone = wait.group, everyone
         self.version = -1
         self._expected: Scores | None = None
         self._before: tuple[Scores, Scores] | None = None
@@ -214,7 +215,7 @@ class Parity:
                     self.engine.restart()
         self._expected = None
         gathered: list[Reading | None] = [None] * self.group.world
-        dist.all_gather_object(gathered, mine)  # so that all ranks judge by the same numbers
+        dist.all_gather_object(gathered, mine, group=self.everyone)  # so that all ranks judge by the same numbers
         readings = [reading for reading in gathered if reading is not None]
         if not readings:
             return MeanMetrics()
@@ -261,7 +262,8 @@ def make_parity(
     engine: Engine,
     wait: EngineWait,
     say: Callable[[str], None],
+    everyone: dist.ProcessGroup | None = None,
 ) -> Parity:
     """The parity check of a run."""
     limit = config.rollout.parity_limit or LIMITS[config.trainer.dtype]
-    return Parity(choose_probe(prompts, vocabulary), engine, wait, Alarms(limit), say)
+    return Parity(choose_probe(prompts, vocabulary), engine, wait, Alarms(limit), say, everyone)

@@ -50,6 +50,7 @@ class GroupSampler:
         grades: Grades,
         tokenizer: PreTrainedTokenizerBase,
         check: Callable[[Response, bool], None],
+        everyone: dist.ProcessGroup | None = None,
     ) -> None:
         """Sample with `engine`, that of this rank's group.
 
@@ -59,7 +60,9 @@ class GroupSampler:
             grades: this rank's graders.
             tokenizer: of the model.
             check: refuses responses of other weights than were pushed, and aborted ones unless they may be.
+            everyone: all ranks of the run; None: the default group.
         """
+        self.everyone = everyone
         self.engine, self.wait, self.grades, self.tokenizer, self.check = engine, wait, grades, tokenizer, check
         self.ledger: Ledger | None = None
         """Of the groups that are sampled now; the same on every rank between two calls."""
@@ -121,7 +124,7 @@ class GroupSampler:
                     look()
                 events = board.read
         message = [events]
-        dist.broadcast_object_list(message, src=wait.group.leader_of(0))
+        dist.broadcast_object_list(message, src=wait.group.leader_of(0), group=self.everyone)
         if leader:
             board.clear()
         else:
@@ -136,7 +139,7 @@ class GroupSampler:
         ledger, leader = self.busy(), self._leader
         begun = leader.end(pause=pause) if leader else {}
         works: list[Work | None] = [None] * self.wait.group.world
-        dist.all_gather_object(works, leader.work if leader else None)
+        dist.all_gather_object(works, leader.work if leader else None, group=self.everyone)
         groups = {number: self._group(number) for number, one in enumerate(ledger.entries) if one.done}
         self.ledger = self._leader = None
         return Sampled(groups=groups, begun=begun, work=_together(works))

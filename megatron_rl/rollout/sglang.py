@@ -86,17 +86,16 @@ class SglangEngine:
         self._starting, self._restarts = False, 0
 
     def start(self) -> None:
-        """Start the server, with made-up weights, and wait for it; on all ranks of the run.
+        """Start the server, with made-up weights, and wait for it; on all ranks of the group.
 
         Raises:
             UserError: it can't be started.
         """
         if self.group.size > 1:
-            for engine in range(self.group.engines):  # every rank takes part in making every group
-                first = self.group.leader_of(engine)
-                patience = timedelta(seconds=self.config.collective_timeout_s)
-                made = dist.new_group(list(range(first, first + self.group.size)), timeout=patience, backend="gloo")
-                self._ranks = made if engine == self.group.number else self._ranks
+            patience = timedelta(seconds=self.config.collective_timeout_s)
+            self._ranks = dist.new_group(
+                list(self.group.ranks), timeout=patience, backend="gloo", use_local_synchronization=True
+            )
         if self.group.leads:
             self._start_server()
         self._meet()

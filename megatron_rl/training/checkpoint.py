@@ -67,6 +67,11 @@ def latest_checkpoint(config: Config, until: int | None = None) -> Path | None:
     return found[-1] if found else None
 
 
+def unfinished(config: Config, step: int) -> Path:
+    """Where the checkpoint of a step is written before it is complete."""
+    return checkpoints_dir(config) / f"partial_step_{step:06d}"
+
+
 def step_of(checkpoint: Path) -> int:
     """The step after which a checkpoint was written."""
     return int(checkpoint.name.removeprefix("step_"))
@@ -88,10 +93,9 @@ def save_checkpoint(
         config: of the run.
         trainer: its weights and optimizer.
         state: everything else that every rank knows.
-        also: writes what this rank alone has into the directory.
+        also: a collective of the run's ranks, in which each writes what it alone has into the directory.
     """
-    target = checkpoints_dir(config) / f"step_{state.step:06d}"
-    partial = target.with_name(f"partial_{target.name}")
+    target, partial = checkpoints_dir(config) / f"step_{state.step:06d}", unfinished(config, state.step)
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -106,7 +110,6 @@ def save_checkpoint(
             content_metadata=_metadata(stored=True),
         )
         also(partial)
-        dist.barrier()
     except CheckpointException as error:  # on every rank; rank 0 alone knows why
         reason = [_reason(error)]
         dist.broadcast_object_list(reason, src=0)

@@ -2,6 +2,7 @@
 
 import datetime
 import os
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,11 @@ def world_size() -> int:
 def ranks_per_node() -> int:
     """Processes of each node; all of them where torchrun doesn't say."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
+def trainers(config: Config) -> int:
+    """How many ranks train: the first ones; the others only sample."""
+    return world_size() - config.rollout.ranks
 
 
 def data_parallel_ranks(world_size: int, *, tensor: int, context: int, pipeline: int) -> list[int]:
@@ -60,8 +66,23 @@ def check_layout(config: Config, shape: Shape, world_size: int) -> None:
         )
 
 
-def start(config: Config) -> None:
-    """Join the process group that torchrun describes (or a world of one) and set up Megatron's parallel state."""
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Process groups beside the default one, which on a rank that trains is that of all that do."""
+
+    everyone: dist.ProcessGroup
+    """All ranks of the run."""
+
+    store: dist.Store
+    """Of all ranks."""
+
+    weights: dist.ProcessGroup | None = None
+    """Rank 0, which has the trainer's weights, and the ranks that only sample; on those."""
+
+
+def start(config: Config) -> Groups:
+    """Join the process group that torchrun describes (or a world of one); set up Megatron's parallel state on those of
+    its ranks that train."""
     cpu.install()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -73,6 +94,12 @@ def start(config: Config) -> None:
         dist.init_process_group(cpu.backend(), timeout=timeout)
     else:
         dist.init_process_group(cpu.backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    store = dist.distributed_c10d._get_default_store()
+    groups = Groups(everyone=dist.distributed_c10d._get_default_group(), store=store)
+    if config.rollout.placement == "separate":
+        groups = _separate(groups, trainers(config), timeout)
+        if dist.get_rank(groups.everyone) >= trainers(config):
+            return groups
     interleaved = config.trainer.pipeline_chunks > 1
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.trainer.tensor_parallel_size,
@@ -82,12 +109,26 @@ def start(config: Config) -> None:
         distributed_timeout_minutes=max(1, config.collective_timeout_s // 60),
     )
     model_parallel_cuda_manual_seed(config.seed)
+    return groups
 
 
-def stop() -> None:
+def _separate(groups: Groups, trainers: int, timeout: datetime.timedelta) -> Groups:
+    """Make those that train a world of their own: all of Megatron takes the default group for the world."""
+    of_trainers = dist.new_group(list(range(trainers)), timeout=timeout)
+    weights = dist.new_group([0, *range(trainers, dist.get_world_size())], timeout=timeout)
+    rank = dist.get_rank()
+    if rank < trainers:
+        dist.distributed_c10d._update_default_pg(of_trainers)
+    return replace(groups, weights=weights if rank == 0 or rank >= trainers else None)
+
+
+def stop(groups: Groups | None = None) -> None:
     """Leave the process groups, when all ranks have come here: rank 0 may write longer than the others."""
     from megatron.core import parallel_state
 
-    dist.barrier()
-    parallel_state.destroy_model_parallel()
+    everyone = groups.everyone if groups else dist.distributed_c10d._get_default_group()
+    dist.barrier(everyone)
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    dist.distributed_c10d._update_default_pg(everyone)
     dist.destroy_process_group()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -22,19 +22,19 @@ from megatron_rl.errors import UserError
 from megatron_rl.resharding.gather import gather_hf
 from megatron_rl.rollout.delivery import deliver
 from megatron_rl.telemetry.metrics import MeanMetrics
-from megatron_rl.training import cpu, setup
+from megatron_rl.training import cpu
 from megatron_rl.training.batch import untrained
 from megatron_rl.training.data_parallel import wrap
-from megatron_rl.training.flops import sequence_flops
 from megatron_rl.training.hf_config import ModelSpec
 from megatron_rl.training.implementation import choose
 from megatron_rl.training.logprobs import projected_logprobs
-from megatron_rl.training.micro_batches import Place, pack, shares
+from megatron_rl.training.micro_batches import Place, pack
 from megatron_rl.training.model import all_tokens, build_model, load_hf_weights, output_weight
 from megatron_rl.training.objective import Given, Objective, load_loss
 from megatron_rl.training.optimizer import build_optimizer, learning_rate, make_adam_state, set_rates
 from megatron_rl.training.reduction import from_last_stage, reduce_metrics, sum_over
 from megatron_rl.training.reference import ReferencePolicy
+from megatron_rl.training.sharing import Sharing
 from megatron_rl.training.sleep import TrainerMemory
 from megatron_rl.types import Group, MicroBatch, TrainBatch, TrainedResponse
 
@@ -45,14 +45,18 @@ Share = tuple[MicroBatch, ...]
 class Trainer:
     """This rank's part of the policy and its optimizer."""
 
-    def __init__(self, config: Config, spec: ModelSpec, vocabulary: int) -> None:
+    def __init__(
+        self, config: Config, spec: ModelSpec, vocabulary: int, everyone: dist.ProcessGroup | None = None
+    ) -> None:
         """Build the model and read its weights from `config.model.path`, each rank only its slices.
 
         Args:
             config: of the run.
             spec: the architecture.
             vocabulary: number of token ids that may be sampled; higher ids are outside the softmax.
+            everyone: all ranks of the run, where some only sample; None: all train.
         """
+        self.everyone = everyone
         self.spec, self.vocabulary = spec, vocabulary
         self.model = build_model(spec, config.trainer)
         load_hf_weights(self.model, spec.shape, config.model.path)
@@ -63,12 +67,6 @@ class Trainer:
         if config.trainer.memory.offload_while_sampling:
             make_adam_state(self.optimizer)  # so that its place on the host is known at once
             self.memory = TrainerMemory(self.chunks, self.optimizer)
-        self.data_parallel_ranks = setup.data_parallel_ranks(
-            dist.get_world_size(),
-            tensor=config.trainer.tensor_parallel_size,
-            context=config.trainer.context_parallel_size,
-            pipeline=config.trainer.pipeline_parallel_size,
-        )
         self.updates_done = 0
         self.reference: ReferencePolicy | None = None
         self.use(config)
@@ -80,6 +78,8 @@ class Trainer:
         beginning.
         """
         self.config = config
+        world = dist.get_world_size(self.everyone)
+        self.sharing = Sharing(config=config, shape=self.spec.shape, trainers=dist.get_world_size(), world=world)
         if config.algorithm.kl.wanted and self.reference is None:
             if self.updates_done:
                 raise RuntimeError("a reference policy is asked for after the first optimizer step")
@@ -210,7 +210,7 @@ class Trainer:
         ]
         blocks = [torch.tensor([ids[1:], [0] * (len(ids) - 1)], dtype=torch.int32) for ids in sequences]
         batches = [pack([one], [block], self.place) for one, block in zip(asked, blocks, strict=True)]
-        batches += [pack([], [], self.place) for _ in range(-len(batches) % self._rounds_of())]
+        batches += [pack([], [], self.place) for _ in range(-len(batches) % self.sharing.rounds_of)]
         return tuple(_to_device(batch) for batch in batches)
 
     def kl_of_responses(self, groups: Sequence[Group]) -> list[float] | None:
@@ -238,43 +238,17 @@ class Trainer:
 
     def share(self, update: Sequence[TrainedResponse]) -> Share:
         """This rank's micro-batches of an optimizer step, on its device. A collective: tokens come from their homes."""
-        of_ranks, place = self.scheduled(update), self.place
-        trains = [list(chain.from_iterable(of_rank)) for of_rank in of_ranks]
-        blocks = deliver(update, [trains[rank] for rank in self.data_parallel_ranks])
+        of_ranks, place = self.sharing.scheduled(update), self.place
+        blocks = deliver(update, self.sharing.wanted(of_ranks), group=self.everyone)
         return tuple(
             _to_device(pack([update[index] for index in batch], [blocks[index] for index in batch], place))
             for batch in of_ranks[place.rank]
         )
 
-    def scheduled(self, update: Sequence[TrainedResponse]) -> list[list[list[int]]]:
-        """What every data-parallel rank does in an optimizer step; see `shares`."""
-        trainer = self.config.trainer
-        return shares(
-            update,
-            self.place,
-            flops=sequence_flops(self.spec.shape),
-            micro_batch_size=trainer.micro_batch_size,
-            max_tokens=trainer.max_tokens_per_micro_batch,
-            multiple=self._rounds_of(),
-        )
-
     @property
     def place(self) -> Place:
         """Which data this rank works on."""
-        trainer = self.config.trainer
-        fp8 = trainer.implementation.fp8 is not None
-        return Place(
-            rank=mpu.get_data_parallel_rank(),
-            ranks=mpu.get_data_parallel_world_size(),
-            context_rank=mpu.get_context_parallel_rank(),
-            context_ranks=trainer.context_parallel_size,
-            multiple=(trainer.tensor_parallel_size if trainer.sequence_parallel else 1) * (32 if fp8 else 1),
-        )
-
-    def _rounds_of(self) -> int:
-        """What the number of micro-batches is a multiple of: the interleaved schedule runs rounds over the stages."""
-        trainer = self.config.trainer
-        return trainer.pipeline_parallel_size if trainer.pipeline_chunks > 1 else 1
+        return self.sharing.place(rank=mpu.get_data_parallel_rank(), context_rank=mpu.get_context_parallel_rank())
 
     def given(self, shares: Sequence[Share]) -> list[list[Given]]:
         """What each update needs that is computed with the weights as they are now, or with the reference's."""

@@ -11,6 +11,7 @@ from megatron.core import parallel_state as mpu
 from megatron_rl.rollout.delivery import ALL, at_home, block, bring_groups, deliver
 from megatron_rl.training.batch import make_batch, untrained
 from megatron_rl.training.micro_batches import pack
+from megatron_rl.training.setup import data_parallel_ranks
 from megatron_rl.training.trainer import Share, Trainer
 from megatron_rl.types import Group, MicroBatch, TrainedResponse
 from tests.distributed.data import make_groups
@@ -34,7 +35,14 @@ def compare(trainer: Trainer) -> dict[str, Any]:
         lengths = {one.number: one.length for one in full}
         arrived = moved.call_args.args[0].nbytes
         found["bytes"].append((arrived, 8 * sum(lengths[number] for number in found["numbers"][-1])))
-    found["data_parallel_rank"] = (trainer.data_parallel_ranks[rank], mpu.get_data_parallel_rank())
+    layout = trainer.config.trainer
+    replicas = data_parallel_ranks(
+        world,
+        tensor=layout.tensor_parallel_size,
+        context=layout.context_parallel_size,
+        pipeline=layout.pipeline_parallel_size,
+    )
+    found["data_parallel_rank"] = (replicas[rank], mpu.get_data_parallel_rank())
     answers = [one for group in here for one in group.responses]
     blocks = deliver(answers, [range(len(answers)), *[range(0)] * (world - 1)], rows=ALL)
     expected_blocks = at_home([one for group in whole for one in group.responses], rows=ALL) if rank == 0 else {}
@@ -58,7 +66,7 @@ def seen_from(group: Group, rank: int) -> Group:
 def packed(trainer: Trainer, update: tuple[TrainedResponse, ...]) -> Share:
     """This rank's micro-batches, from tokens that are all here."""
     place = trainer.place
-    of_rank = trainer.scheduled(update)[place.rank]
+    of_rank = trainer.sharing.scheduled(update)[place.rank]
     return tuple(pack([update[i] for i in batch], [block(update[i]) for i in batch], place) for batch in of_rank)
 
 
