@@ -1,5 +1,5 @@
 # make demo    trains a tiny model by reinforcement learning on this machine's CPU and shows the result
-#              LAYOUT=tp2|pp2|cp2|dp2  ENGINE=embedded|sglang  SEED=0
+#              LAYOUT=tp2|pp2|cp2|dp2  ENGINE=embedded|sglang  SEED=0  SET="key.sub=value ..."
 # make test    lints, checks types and runs the tests
 # make test-gpu      runs the tests that need a GPU; elsewhere they are skipped
 # make test-sglang   runs the tests against a real SGLang on the CPU, in an environment of its own
@@ -30,7 +30,7 @@ $(READY): pyproject.toml
 	@echo "set-up: done"
 
 demo: $(READY) $(ENV_$(ENGINE))
-	@$(BIN)/megatron-rl demo --layout $(LAYOUT) --engine $(ENGINE) --seed $(SEED) $(OPTIONS_$(ENGINE))
+	@$(BIN)/megatron-rl demo --layout $(LAYOUT) --engine $(ENGINE) --seed $(SEED) $(OPTIONS_$(ENGINE)) $(SET)
 
 lint: $(READY)
 	$(BIN)/ruff check .

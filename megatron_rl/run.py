@@ -81,8 +81,8 @@ class Run:
         shared_by, world = config.rollout.tensor_parallel_size, setup.world_size()
         separate = config.rollout.placement == "separate"
         first = setup.trainers(config) if separate else 0
+        setup.check_layout(config, spec.shape, world)
         check_engine_groups(shared_by, world, setup.ranks_per_node(), first)
-        setup.check_layout(config, spec.shape, setup.trainers(config))
         tokenizer = load_tokenizer(config.model.path)
         data = load_prompts(config.data.train, tokenizer, config.data)
         self.fixed = unchangeable(config, spec.shape, data.fingerprint)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -62,6 +63,9 @@ class FakeEngine:
     clock: Clock
     length: Length
     step_s: Callable[[int], float] = lambda running: 0.01
+    places: int = 10**9
+    """How many responses run at once; others wait in the order in which they came."""
+
     version: int = 0
     dies_at: float = math.inf
     usable: bool = True
@@ -72,6 +76,7 @@ class FakeEngine:
     _time: float = 0.0
     _tick: int = 0
     _running: dict[int, _Running] = field(default_factory=dict)
+    _waiting: deque[_Running] = field(default_factory=deque)
     _ends: list[tuple[int, int]] = field(default_factory=list)
     _found: list[tuple[int, int, Response]] = field(default_factory=list)
     _count: int = 0
@@ -82,18 +87,13 @@ class FakeEngine:
         for sample, seed in enumerate(request.seeds):
             total = self.length(seed, request.max_tokens)
             reason: FinishReason = "length" if total >= request.max_tokens else "stop"
-            one = _Running(key, sample, len(request.begun), total, reason, seed, self._tick)
-            self._running[self._count] = one
-            heapq.heappush(self._ends, (self._tick + total - one.begun, self._count))
-            self._count += 1
-        self._note()
+            self._waiting.append(_Running(key, sample, len(request.begun), total, reason, seed, self._tick))
+        self._let_in()
 
     def poll(self, wait_s: float) -> list[tuple[int, int, Response]]:
         self._advance()
         if self.clock.now >= self.dies_at:
-            self._running.clear()
-            self._ends.clear()
-            self._found.clear()
+            self._forget()
             raise EngineLost("it was killed")
         found, self._found = self._found, []
         return found
@@ -102,10 +102,16 @@ class FakeEngine:
         found = self.poll(0)
         for one in self._running.values():
             found.append((one.key, one.sample, self._response(one, self._tick - one.first_tick, "abort")))
-        self._running.clear()
-        self._ends.clear()
-        self._note()
+        found += [(one.key, one.sample, self._response(one, 0, "abort")) for one in self._waiting]
+        self._forget()
         return found
+
+    def _forget(self) -> None:
+        self._running.clear()
+        self._waiting.clear()
+        self._ends.clear()
+        self._found.clear()
+        self._note()
 
     def restart(self) -> None:
         self.usable, self.dies_at = False, math.inf
@@ -130,8 +136,17 @@ class FakeEngine:
             while self._ends and self._ends[0][0] == self._tick:
                 one = self._running.pop(heapq.heappop(self._ends)[1])
                 self._found.append((one.key, one.sample, self._response(one, one.total - one.begun, one.reason)))
-            self._note()
+            self._let_in()
         self._time = self.clock.now
+
+    def _let_in(self) -> None:
+        while self._waiting and len(self._running) < self.places:
+            one = self._waiting.popleft()
+            one.first_tick = self._tick
+            self._running[self._count] = one
+            heapq.heappush(self._ends, (self._tick + one.total - one.begun, self._count))
+            self._count += 1
+        self._note()
 
     def _note(self) -> None:
         self.history.append((self._time, len(self._running)))

@@ -19,6 +19,9 @@ from megatron_rl.rollout.sampler import GroupSampler
 from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.types import Group
 
+AHEAD = 0.75
+"""Of the batches that prompts could be drawn ahead for: keep rates vary, and what grows too old is sampled anew."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
@@ -136,7 +139,7 @@ class Collector:
             max_rounds=rollout.max_rounds if dynamic else 1,
             when_short=rollout.when_short if dynamic else "train_partial",
             surplus="pause" if rollout.partial else "finish" if rollout.max_staleness else "cancel",
-            batches_ahead=rollout.max_staleness,
+            batches_ahead=AHEAD * rollout.max_staleness,
             engines=self.sampler.wait.group.engines,
             responses=rollout.responses_per_prompt,
         )

@@ -56,13 +56,11 @@ def check_engine_groups(size: int, world: int, per_node: int, first: int = 0) ->
         size: ranks that share an engine.
         world: ranks in all.
         per_node: ranks of a node.
-        first: ranks before it belong to no engine.
+        first: ranks before it only train.
 
     Raises:
         UserError: naming the sizes.
     """
-    if not 0 <= first < world:
-        raise UserError(f"rollout.ranks: {world - first} of {world} processes can't sample while others train")
     if (world - first) % size or per_node % size or first % size:
         raise UserError(
             f"rollout.tensor_parallel_size: engines of {size} ranks don't divide {world - first} processes, {per_node} "

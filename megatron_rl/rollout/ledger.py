@@ -136,9 +136,9 @@ class Plan:
     """What becomes of draws behind the batch when that is certain: not sampled on; sampled to their end before the step
     is over; left as they are for the next step."""
 
-    batches_ahead: int = 0
-    """With `pause`: for so many further batches prompts are drawn early, one for each group that ends, so that engines
-    stay full while the last answers of this batch are sampled."""
+    batches_ahead: float = 0.0
+    """With `pause`: for so much more than a batch prompts are drawn at once, so that engines stay full while the last
+    answers of the batch are sampled."""
 
     engines: int = 1
     responses: int = 1
@@ -213,8 +213,6 @@ class Ledger:
             entry.done = event
             self._kept_so_far += event.kept
             self._advance()
-            if self.plan.surplus == "pause" and not self.over:
-                self._draw_ahead()
 
     def revive(self) -> None:
         """All engines sample again."""
@@ -258,15 +256,11 @@ class Ledger:
     def _draw_round(self) -> None:
         assert self.plan.wanted is not None
         rates = self.rates.after(self.completed()) if self.rounds else self.rates
+        batches = 1 + (self.plan.batches_ahead if self.plan.surplus == "pause" else 0)
+        target = batches * self.plan.wanted
         self.rounds += 1
-        needed = prompts_needed(self.plan.wanted - self._expected(rates.keep), rates.keep)
-        self._take(self.draw(min(needed, MOST_DRAWN * self.plan.wanted)))
-
-    def _draw_ahead(self) -> None:
-        """Draw one more, unless that would be for a batch too far ahead."""
-        wanted, batches = self.plan.wanted or 0, 1 + self.plan.batches_ahead
-        if self._expected(self.rates.keep) < batches * wanted and len(self.entries) < MOST_DRAWN * batches * wanted:
-            self._take(self.draw(1))
+        needed = prompts_needed(target - self._expected(rates.keep), rates.keep)
+        self._take(self.draw(min(needed, round(MOST_DRAWN * target))))
 
     def _expected(self, keep: float) -> float:
         """How many of all draws will be kept, if those that are open are kept at that rate."""

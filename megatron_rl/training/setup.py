@@ -52,13 +52,18 @@ def check_layout(config: Config, shape: Shape, world_size: int) -> None:
             f"trainer.pipeline_chunks: {trainer.pipeline_chunks} chunks in each of {pp} stages don't divide "
             f"num_hidden_layers ({shape.layers}) of the model"
         )
-    if world_size % (tp * pp * cp):
+    sampling = config.rollout.ranks
+    train = world_size - sampling
+    if train < 1:
+        raise UserError(f"rollout.ranks: {sampling} of {world_size} processes can't sample while others train")
+    if train % (tp * pp * cp):
         sizes = f"TP {tp} × PP {pp}" + (f" × CP {cp}" if cp > 1 else "")
+        others = f", beside {sampling} that sample" if sampling else ""
         raise UserError(
-            f"trainer: {sizes} does not divide the number of processes ({world_size}); start a multiple of "
-            f"{tp * pp * cp} (torchrun --nproc-per-node, or megatron-rl train --processes)"
+            f"trainer: {sizes} does not divide the number of processes ({train}{others}); start a multiple of "
+            f"{tp * pp * cp}{others} (torchrun --nproc-per-node, or megatron-rl train --processes)"
         )
-    data_parallel = world_size // (tp * pp * cp)
+    data_parallel = train // (tp * pp * cp)
     groups_per_update = config.rollout.prompts_per_step // config.algorithm.updates_per_rollout
     if groups_per_update * config.rollout.responses_per_prompt < data_parallel:
         raise UserError(

@@ -24,7 +24,11 @@ from tests.simulated import Clock, FakeEngine, SimulatedSampler, SlowGrades, log
 from tests.tiny import run_config
 
 ENGINES, WANTED, GROUP, LONGEST = 32, 512, 16, 20_480
-COMPARED, STEPS, TRAIN_S = 8, 6, 400.0
+PLACES = 256
+"""Responses that run on an engine at once: about what the key-value cache of four H200 holds of a 32B model. A batch
+asks 512 of each."""
+
+COMPARED, STEPS, STEADY, TRAIN_S = 8, 8, 4, 300.0
 """A quarter of the engines and of the batch is enough to compare ways. Steps of a run, and the seconds of training
 between two rollouts, in which colocated engines do nothing."""
 
@@ -33,6 +37,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "surplus serves the next": {"max_staleness": 1},
     "partial, one batch ahead": {"max_staleness": 1, "partial": True},
     "partial, two batches ahead": {"max_staleness": 2, "partial": True},
+    "async, on GPUs of their own": {},
+    "async and partial, two ahead": {"max_staleness": 2, "partial": True},
 }
 
 
@@ -63,7 +69,7 @@ def collector(options: dict[str, Any], engines: int) -> tuple[Collector, Simulat
         },
     )
     lengths = lognormal(3000, 0.9)
-    fakes = [FakeEngine(clock, lengths, lambda running: 0.012 + 0.00003 * running) for _ in range(engines)]
+    fakes = [FakeEngine(clock, lengths, lambda running: 0.012 + 0.00003 * running, PLACES) for _ in range(engines)]
     sampler = SimulatedSampler(clock, fakes, [SlowGrades(clock, right, lambda prompt: 0.5) for _ in fakes])
     sampler.pause_s = 0.25
     return Collector(sampler, Stream(), config, print), sampler  # type: ignore[arg-type]
@@ -76,35 +82,36 @@ def idle(engines: Sequence[FakeEngine], begun: float, ended: float, full: int) -
 
 
 def compare_ways(figure: Path | None) -> None:
-    """Seconds of rollout and empty places, by way."""
-    print("| way | rollout s a step | places empty while sampling | with training | tokens thrown away |")
-    print("|---|---:|---:|---:|---:|")
+    """Seconds of a step and empty places, by way."""
+    print("| way | a step, s | of it rollout, s | places empty in rollout | in the whole step | tokens thrown away |")
+    print("|---|---:|---:|---:|---:|---:|")
     curves = {}
     for name, options in WAYS.items():
+        ahead = name.startswith("async")
         one, sampler = collector(options, COMPARED)
-        rollout_s, empty, all_s, begun_all, trained, sampled = 0.0, 0.0, 0.0, 0.0, 0, 0
-        full = WANTED * 2 * GROUP // ENGINES
+        clock, full = sampler.clock, PLACES
+        rollout_s = empty = trained = sampled = trained_until = 0.0
         for step in range(1, STEPS + 1):
             for engine in sampler.engines:
                 engine.version = step
-            begun = sampler.clock.now
+            begun = clock.now
             rollout = one.collect(step)
             assert rollout is not None
-            ended = sampler.clock.now
-            sampler.clock.now += TRAIN_S
-            values = rollout.metrics.values()
-            if step > 2:  # steady
-                begun_all = begun_all or begun
-                rollout_s += ended - begun
-                empty += idle(sampler.engines, begun, ended, full) * (ended - begun)
-                all_s += ended - begun + TRAIN_S
-                trained += int(values["rollout/tokens"])
-                sampled += int(values["work/tokens"])
-        steps = STEPS - 2
-        together = (empty + TRAIN_S * steps) / all_s
+            if step == STEADY:
+                first = begun
+            if step >= STEADY:
+                rollout_s += clock.now - begun
+                empty += idle(sampler.engines, begun, clock.now, full) * (clock.now - begun)
+                values = rollout.metrics.values()
+                trained += values["rollout/tokens"]
+                sampled += values["work/tokens"]
+            # Ahead of the trainer, the next step is sampled while this one is trained on.
+            clock.now = max(clock.now, trained_until) if ahead else clock.now + TRAIN_S
+            trained_until = clock.now + TRAIN_S
+        steps, all_s = STEPS - STEADY + 1, clock.now - first
         print(
-            f"| {name} | {rollout_s / steps:.0f} | {empty / rollout_s:.0%} | {together:.0%} | "
-            f"{max(0.0, 1 - trained / sampled):.0%} |"
+            f"| {name} | {all_s / steps:.0f} | {rollout_s / steps:.0f} | {empty / rollout_s:.0%} | "
+            f"{idle(sampler.engines, first, clock.now, full):.0%} | {max(0.0, 1 - trained / sampled):.0%} |"
         )
         curves[name] = [engine.history for engine in sampler.engines]
     if figure:
@@ -118,8 +125,8 @@ def draw(curves: dict[str, list[list[tuple[float, int]]]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    _, axes = pyplot.subplots(len(curves), 1, figsize=(9, 7), sharex=True, sharey=True, layout="constrained")
-    last = 2500
+    _, axes = pyplot.subplots(len(curves), 1, figsize=(9, 9), sharex=True, sharey=True, layout="constrained")
+    last = 4000
     times = np.arange(0, last, 5)
     for axis, (name, histories) in zip(axes, curves.items(), strict=True):
         running = np.zeros(len(times))

@@ -180,6 +180,25 @@ SEEDED = ["rollout.engine=sglang", "rollout.deterministic=true"]
 
 
 @pytest.mark.parametrize(
+    ("overrides", "corrected"),
+    [
+        ([], False),
+        (["rollout.async_steps=1"], True),
+        (["rollout.async_steps=1", "algorithm.correction.cap=3"], True),
+        (["rollout.async_steps=1", "algorithm.correction=null"], False),
+        (["rollout.async_steps=1", "algorithm.old_logprobs=rollout"], False),
+    ],
+)
+def test_one_step_off_policy_is_corrected_unless_you_say_otherwise(
+    overrides: list[str], corrected: bool, tmp_path: Path
+) -> None:
+    separate = ["rollout.placement=separate", "rollout.ranks=1"]
+    correction = load_config(recipe(tmp_path), [*separate, *overrides]).algorithm.correction
+    assert (correction is not None) == corrected
+    assert correction is None or correction.cap == (3 if "cap=3" in str(overrides) else 2)
+
+
+@pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (["trainer.sequence_parallel=true"], "needs trainer.tensor_parallel_size > 1"),
@@ -190,6 +209,10 @@ SEEDED = ["rollout.engine=sglang", "rollout.deterministic=true"]
         (["rollout.responses_per_prompt=1"], "a group of one has no advantage"),
         (["rollout.prompts_per_step=3", "algorithm.updates_per_rollout=4"], "needs at least as many groups"),
         (["algorithm.correction.cap=3", "algorithm.old_logprobs=rollout"], "algorithm.correction: with algorithm.old_"),
+        (["rollout.partial=true"], "rollout.partial: what is continued in the next step is one step old there"),
+        (["rollout.placement=separate"], "rollout.ranks: set it with rollout.placement=separate, and only then"),
+        (["rollout.ranks=1"], "rollout.ranks: set it with rollout.placement=separate, and only then"),
+        (["rollout.async_steps=1"], "rollout.async_steps: to sample while the trainer works needs"),
         (["trainer.lr_warmup_steps=4", "trainer.lr_warmup_rollout_steps=2"], "set one of the two"),
         (
             [*SEEDED, "rollout.sglang.extra_args=[--attention-backend,torch_native]"],

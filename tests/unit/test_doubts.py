@@ -10,6 +10,7 @@ from tests.cases.recipes import recipe
 
 LEARNED, NO_HOLD = "rests on rule-based rewards", "the gradient of k1 in the loss is 0 on average"
 
+OLD = "tokens that older weights sampled are trained on as if the current ones had"
 SCALED = "it is scaled up to full size"
 
 
@@ -25,6 +26,9 @@ SCALED = "it is scaled up to full size"
         (["algorithm.kl.coef=0.1", "algorithm.kl.place=reward", "algorithm.advantage=dr_grpo"], []),
         (["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k2"], []),
         (["algorithm.kl.coef=0", "algorithm.kl.estimator=k1"], []),
+        (["rollout.max_staleness=1"], [OLD]),
+        (["rollout.max_staleness=1", "algorithm.correction={}"], []),
+        (["rollout.max_staleness=1", "algorithm.old_logprobs=rollout"], []),
     ],
 )
 def test_what_is_probably_not_meant_is_doubted(overrides: list[str], said: list[str], tmp_path: Path) -> None:
@@ -32,4 +36,4 @@ def test_what_is_probably_not_meant_is_doubted(overrides: list[str], said: list[
     assert len(found) == len(said)
     for doubt, part in zip(found, said, strict=True):
         assert part in doubt
-        assert doubt.startswith("algorithm.kl")
+        assert doubt.startswith(("algorithm.kl", "rollout.max_staleness"))

@@ -176,18 +176,14 @@ def test_a_step_whose_batch_was_carried_over_is_over_at_once() -> None:
     assert (one.over, one.batch, one.passed, source.counts) == (True, [0, 1, 2, 3], 4, [0])
 
 
-def test_with_pauses_a_prompt_is_drawn_for_each_group_that_ends_but_not_too_far_ahead() -> None:
-    one, source = ledger(surplus="pause", batches_ahead=1)
-    assert source.counts == [4]
-    for number in (3, 2, 1):
+def test_with_pauses_prompts_are_drawn_ahead() -> None:
+    one, source = ledger(surplus="pause", batches_ahead=1.5)
+    assert source.counts == [10]
+    for number in (3, 0, 2, 1):
         one.apply(ended(number))
-    assert source.counts == [4, 1, 1, 1]
-    for number in (4, 5, 6, 7):
-        one.apply(ended(number))
-    assert source.counts == [4, 1, 1, 1, 1]  # with the one that is open eight may be kept: two batches
-    assert one.open_for(0) == [0]
-    one.apply(ended(0))
     assert (one.over, one.passed, one.batch) == (True, 4, [0, 1, 2, 3])
+    one, source = ledger(surplus="finish", batches_ahead=1.5)
+    assert source.counts == [4]
 
 
 def test_rates_forget_and_never_divide_by_nothing() -> None:
