@@ -1,10 +1,13 @@
 """Runs of the real program on the demo's model and data."""
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +52,14 @@ def start(command: list[str]) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ}
     )
+
+
+def write_rows(job: Job, name: str, count: int, added: Callable[[int], dict[str, Any]]) -> Path:
+    """The first rows of the job's data, each with further keys by its place (from 0), as a data set of its own."""
+    rows = (job.directory / "data_seed0/train.jsonl").read_text().splitlines()[:count]
+    path = job.directory / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(json.loads(row) | added(place)) + "\n" for place, row in enumerate(rows)))
+    return path
 
 
 @pytest.fixture(scope="session")
