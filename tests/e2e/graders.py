@@ -4,9 +4,10 @@ import hashlib
 import math
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from megatron_rl.rewards.graders import after_marker
+from megatron_rl.rewards.graders import after_marker, batch
 from megatron_rl.rewards.math_answers import same_as_last_box
 from megatron_rl.types import Prompt
 
@@ -54,17 +55,18 @@ def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def parity_of_length(prompt: Prompt, text: str, finished: bool) -> float:
+def coin(prompt: Prompt, text: str, finished: bool) -> float:
     """A plain number, and one that differs within most groups."""
-    return float(len(text) % 2)
+    return float(int(sha256(text), 16) % 2)
 
 
 def by_row(prompt: Prompt, text: str, finished: bool) -> float:
     """All wrong for rows that are `uniform`."""
-    return 0.0 if prompt.metadata.get("uniform") else parity_of_length(prompt, text, finished)
+    return 0.0 if prompt.metadata["uniform"] else coin(prompt, text, finished)
 
 
-def slow(prompt: Prompt, text: str, finished: bool) -> float:
-    """Takes long enough for an engine to begin something else meanwhile."""
+@batch
+def slow(prompts: Sequence[Prompt], texts: Sequence[str], finished: Sequence[bool]) -> list[float]:
+    """Takes long enough for an engine to begin something else meanwhile, and less than to end it."""
     time.sleep(0.03)
-    return parity_of_length(prompt, text, finished)
+    return [coin(*one) for one in zip(prompts, texts, finished, strict=True)]

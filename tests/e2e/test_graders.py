@@ -38,8 +38,9 @@ def test_answers_whose_grader_fails_are_ungraded_and_too_many_end_the_run(job: J
     assert all(row["train/grad_norm"] > 0 for row in rows)
     for step, count in ((1, 3), (2, 2)):
         assert sum(sample["score"] is None for sample in samples(run, step)) == count
-    for reason, count in (("took longer than 1.0 s and was killed", 2), ("exit code 3", 1), ("returned NaN", 1)):
-        assert error.count(reason) == count, error[-3000:]
+    said = [line.split("an answer is ungraded: ")[1] for line in error.splitlines() if "is ungraded" in line]
+    killed = "took longer than 1 s and was killed"  # each reason is said once a step; in the second both took too long
+    assert sorted(said) == ["it returned NaN", "its process ended with exit code 3", killed, killed]
 
     before = files_of(run / "checkpoints")
     refusal(
@@ -57,7 +58,7 @@ def test_each_saved_row_has_the_details_of_its_own_grade(job: Job) -> None:
         *FAST,
         DP2,
         f"data.train={data}",
-        "rewards.grader=tests.e2e.graders:parity_of_length",
+        "rewards.grader=tests.e2e.graders:coin",
         "rewards.graders.dicts=tests.e2e.graders:seen",
         "trainer.max_tokens_per_micro_batch=150",
         "trainer.micro_batch_size=null",
@@ -75,7 +76,7 @@ def test_each_saved_row_has_the_details_of_its_own_grade(job: Job) -> None:
                 right = row["finish_reason"] == "stop" and text.count("#") == 1
                 assert row["score"] == float(right and text.split("#")[1] == row["answer"])
             else:
-                assert row["score"] == len(text) % 2
+                assert row["score"] == int(sha256(text), 16) % 2
         # rows are counted from 1, places in the file from 0
         assert {row["prompt_index"] % 2 for row in with_details} == {0}
         assert {row["prompt_index"] % 2 for row in rows if "details" not in row} == {1}
