@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.data.stream import PromptStream
 from megatron_rl.demo.base_model import make_base_model
 from megatron_rl.demo.task import heldout_problems, training_problems, write_jsonl
+from megatron_rl.types import Prompt
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "launch/recipes/demo_arithmetic.yaml"
@@ -60,6 +62,12 @@ def write_rows(job: Job, name: str, count: int, added: Callable[[int], dict[str,
     path = job.directory / f"{name}.jsonl"
     path.write_text("".join(json.dumps(json.loads(row) | added(place)) + "\n" for place, row in enumerate(rows)))
     return path
+
+
+def prompt_order(rows: int, count: int) -> list[int]:
+    """Places (from 0) of the first `count` prompts that a run of seed 0 draws from a data set of so many rows."""
+    prompts = [Prompt(index=place, text="", ids=(1,), answer="") for place in range(rows)]
+    return [prompt.index for _, prompt in PromptStream(prompts, seed=0).draw(count)]
 
 
 @pytest.fixture(scope="session")

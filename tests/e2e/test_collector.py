@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.data.stream import PromptStream
 from megatron_rl.telemetry.batches import read_batch
 from megatron_rl.telemetry.writer import batch_file, read_metrics
-from tests.e2e.conftest import Job, write_rows
+from tests.e2e.conftest import Job, prompt_order, write_rows
 from tests.e2e.test_graders import GRPO, samples
 from tests.e2e.test_runs import DP2, refusal, without_times
 
@@ -19,11 +18,6 @@ FAST = (
     *("telemetry.tensorboard=false", "telemetry.keep_batches=9", "checkpoint.every=null"),
 )
 STALE = ("rollout.max_staleness=1", "algorithm.correction={}")
-
-
-def order(rows: int, count: int) -> list[int]:
-    """Places (from 0) of the first `count` prompts that a run of seed 0 draws from a file of so many rows."""
-    return [place for _, place in PromptStream(range(rows), seed=0).draw(count)]  # type: ignore[arg-type]
 
 
 def batch_rows(run: Path, step: int) -> list[int]:
@@ -38,7 +32,7 @@ def test_a_data_set_smaller_than_a_batch(job: Job) -> None:
     data = write_rows(job, "five", 5, lambda place: {})
     run = job.train("five", *FAST, GRPO, f"data.train={data}", "steps=5")
     drawn = [row for step in range(1, 6) for row in batch_rows(run, step)]
-    assert drawn == order(5, 40)
+    assert drawn == prompt_order(5, 40)
     assert all(sorted(drawn[first : first + 5]) == [0, 1, 2, 3, 4] for first in range(0, 40, 5))
     saved = [[row["prompt_index"] - 1 for row in samples(run, step)[::6]] for step in range(1, 6)]
     assert [row for step in saved for row in step] == drawn
@@ -53,7 +47,7 @@ def test_a_data_set_smaller_than_a_batch(job: Job) -> None:
 def test_what_is_left_over_is_in_the_checkpoint(job: Job) -> None:
     """All groups are alike in the first step and not later. Parts equal the whole, groups that were left over too."""
     # The first step draws one batch, then, as it kept none, four at once in each of its three further rounds.
-    first_step = set(order(400, 8 + 3 * 32))
+    first_step = set(prompt_order(400, 8 + 3 * 32))
     data = write_rows(job, "uniform", 400, lambda place: {"uniform": place in first_step})
     settings = (*FAST, *STALE, f"data.train={data}", "rewards.grader=tests.e2e.graders:by_row")
     whole = job.train("left_whole", *settings, "steps=4")
@@ -85,8 +79,8 @@ def test_what_is_left_over_is_in_the_checkpoint(job: Job) -> None:
 def test_answers_pause_and_go_on_in_the_next_step_and_the_next_run(job: Job) -> None:
     """Where an answer pauses depends on the time that grading takes; what becomes of it doesn't."""
     data = write_rows(job, "partial", 100, lambda place: {})
-    settings = (*FAST, *STALE, GRPO, f"data.train={data}", "rollout.partial=true", "rollout.max_concurrent=8")
-    settings = (*settings, "rewards.grader=tests.e2e.graders:slow", "checkpoint.every=1", "checkpoint.keep=9")
+    settings = [*FAST, *STALE, GRPO, f"data.train={data}", "rollout.partial=true", "rollout.max_concurrent=8"]
+    settings += ["rewards.grader=tests.e2e.graders:slow", "checkpoint.every=1", "checkpoint.keep=9"]
     run = job.train("partial", *settings, "steps=3")
     check_pauses(run, steps=3)
     rows = read_metrics(run / "metrics.jsonl")
@@ -110,7 +104,7 @@ def test_answers_pause_and_go_on_in_the_next_step_and_the_next_run(job: Job) -> 
 def check_pauses(run: Path, steps: int) -> None:
     """Batches are in prompt order, and begin answers with the tokens of the checkpoint of the step before."""
     drawn = [row for step in range(1, steps + 1) for row in batch_rows(run, step)]
-    assert drawn == order(100, 8 * steps)
+    assert drawn == prompt_order(100, 8 * steps)
     for step in range(1, steps + 1):
         groups, _ = read_batch(batch_file(run, step))
         for place, group in enumerate(groups):
