@@ -75,8 +75,8 @@ def with_engines(run: Run, step: int, act: Callable[[], T | None]) -> tuple[T, M
     while True:
         sync_weights(run)
         with run.phases.enter("rollout"):
-            parity = run.parity.check(step)  # engine and trainer agree, or the run ends
             try:
+                parity = run.parity.check(step)  # engine and trainer agree, or the run ends
                 result = act()
             except EnginesGoneError:
                 run.save()

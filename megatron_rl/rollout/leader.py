@@ -161,7 +161,7 @@ class Leader:
 
     def report_lost(self, reason: str) -> None:
         """The engine can't sample in this phase."""
-        log.warning("engine %d was lost: %s", self.number, reason)
+        log.warning("engine %d was lost: %s", self.number, reason.partition("\n")[0])  # the engine says more
         self.work.engines_lost += 1
         self._lost, final = True, ""
         self._asked.clear()
