@@ -70,17 +70,18 @@ def with_engines(run: Run, step: int, act: Callable[[], T | None], *, sync: bool
     Also how engines and trainer agree. An engine that was lost is started again by its leader, and gets its weights
     with the others'. Without `sync` engines have weights that they are to go on with.
     """
-    parity = MeanMetrics()
+    parity, between_steps = MeanMetrics(), sync
     while True:
         if sync:
             sync_weights(run)
         with run.phases.enter("rollout"):
-            if sync:
-                parity = run.parity.check(step)  # engine and trainer agree, or the run ends
             try:
+                if sync:
+                    parity = run.parity.check(step)  # engine and trainer agree, or the run ends
                 result = act()
             except EnginesGoneError:
-                run.save()
+                if between_steps:  # else the weights are of a step that is not finished
+                    run.save()
                 raise
         if result is not None:
             return result, parity

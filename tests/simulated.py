@@ -311,7 +311,7 @@ class SimulatedSampler:
         begun: dict[int, Begun] = {}
         works: list[Work | None] = []
         for leader in self._leaders:
-            begun |= leader.end(pause=pause)
+            begun |= leader.end(self.ledger, pause=pause)
             works.append(leader.work)
         groups = {}
         for number, one in enumerate(self.ledger.entries):

@@ -161,7 +161,7 @@ class Leader:
 
     def report_lost(self, reason: str) -> None:
         """The engine can't sample in this phase."""
-        log.warning("engine %d was lost: %s", self.number, reason)
+        log.warning("engine %d was lost: %s", self.number, reason.partition("\n")[0])  # the engine says more
         self.work.engines_lost += 1
         self._lost, final = True, ""
         self._asked.clear()
@@ -174,8 +174,8 @@ class Leader:
             self.engine.stop()
         self._board.post(Lost(engine=self.number, final=final))
 
-    def end(self, *, pause: bool) -> dict[int, Begun]:
-        """Stop sampling.
+    def end(self, ledger: Ledger, *, pause: bool) -> dict[int, Begun]:
+        """Stop sampling what `ledger` says.
 
         Returns:
             By number in the ledger, if it is to `pause`: what there is of the groups that are not completed.
@@ -185,9 +185,16 @@ class Leader:
                 self._check(response, True)
                 self._take(key, sample, response)
         self.grades.forget()  # after that: what was completed just now would be graded
-        left = {number: one.answers for number, one in self._in_work.items() if pause and any(one.answers)}
-        self._in_work.clear()
-        return left
+        left = {number: self._what_there_is(number, ledger) for number in ledger.open_for(self.number) if pause}
+        return {number: answers for number, answers in left.items() if any(answers)}
+
+    def _what_there_is(self, number: int, ledger: Ledger) -> Begun:
+        """Of the answers to a draw that the ledger takes for open."""
+        if number in self.groups:  # completed, but the step was over before all knew
+            return [answer.response for answer in self.groups[number].responses]
+        if number in self._in_work:
+            return self._in_work[number].answers
+        return self.begun.get(ledger.entries[number].draw.position, [])  # its turn has not come in this step
 
     def _begin(self, number: int, draw: Draw) -> None:
         """Ask the engine for what a group lacks; answers that were begun go on, the others share one request."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.engine import Engine, EngineLost
+from megatron_rl.rollout.sampler import EnginesGoneError
 from megatron_rl.rollout.waiting import EngineWait
 from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.types import Prompt, Response
@@ -203,20 +204,24 @@ class Parity:
 
         Raises:
             UserError: on every rank, an engine has wrong or stale weights (see `Alarms`).
+            EnginesGoneError: on every rank, an engine was lost too often.
         """
         if self._expected is None:
             return MeanMetrics()
-        mine: Reading | None = None
+        mine: Reading | UserError | None = None
         with self.wait.until_all_are_done():
             if self.group.leads:
                 try:
                     mine = self._read(self._expected)
                 except EngineLost:  # the others sample without it
-                    self.engine.restart()
+                    mine = self._started_again()
         self._expected = None
-        gathered: list[Reading | None] = [None] * self.group.world
+        gathered: list[Reading | UserError | None] = [None] * self.group.world
         dist.all_gather_object(gathered, mine, group=self.everyone)  # so that all ranks judge by the same numbers
-        readings = [reading for reading in gathered if reading is not None]
+        for refused in gathered:
+            if isinstance(refused, UserError):
+                raise EnginesGoneError(str(refused))
+        readings = [reading for reading in gathered if isinstance(reading, Reading)]
         if not readings:
             return MeanMetrics()
         warning = self.alarms.check(step, readings)
@@ -228,6 +233,15 @@ class Parity:
         metrics.add("parity/mean", max(one.mean for one in found))
         metrics.add("parity/mean_exp", max(one.mean_exp for one in found))
         return metrics
+
+    def _started_again(self) -> UserError | None:
+        """Start the engine again; why it may not be."""
+        try:
+            self.engine.restart()
+        except UserError as error:
+            self.engine.stop()
+            return error
+        return None
 
     def _read(self, trainer: Scores) -> Reading:
         scores = self.engine.score(self.probe)

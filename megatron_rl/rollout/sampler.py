@@ -137,7 +137,7 @@ class GroupSampler:
     def end(self, *, pause: bool = False) -> Sampled:
         """What came of it. What is still under way is stopped, and thrown away unless it is to `pause`."""
         ledger, leader = self.busy(), self._leader
-        begun = leader.end(pause=pause) if leader else {}
+        begun = leader.end(ledger, pause=pause) if leader else {}
         works: list[Work | None] = [None] * self.wait.group.world
         dist.all_gather_object(works, leader.work if leader else None, group=self.everyone)
         groups = {number: self._group(number) for number, one in enumerate(ledger.entries) if one.done}

@@ -1,15 +1,20 @@
 """Runs of the real program on the demo's model and data."""
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_rl.data.stream import PromptStream
 from megatron_rl.demo.base_model import make_base_model
 from megatron_rl.demo.task import heldout_problems, training_problems, write_jsonl
+from megatron_rl.types import Prompt
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "launch/recipes/demo_arithmetic.yaml"
@@ -49,6 +54,20 @@ def start(command: list[str]) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ}
     )
+
+
+def write_rows(job: Job, name: str, count: int, added: Callable[[int], dict[str, Any]]) -> Path:
+    """The first rows of the job's data, each with further keys by its place (from 0), as a data set of its own."""
+    rows = (job.directory / "data_seed0/train.jsonl").read_text().splitlines()[:count]
+    path = job.directory / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(json.loads(row) | added(place)) + "\n" for place, row in enumerate(rows)))
+    return path
+
+
+def prompt_order(rows: int, count: int) -> list[int]:
+    """Places (from 0) of the first `count` prompts that a run of seed 0 draws from a data set of so many rows."""
+    prompts = [Prompt(index=place, text="", ids=(1,), answer="") for place in range(rows)]
+    return [prompt.index for _, prompt in PromptStream(prompts, seed=0).draw(count)]
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,10 @@ from megatron_rl.rollout.options import SglangConfig
 from megatron_rl.rollout.sglang_buckets import Buckets
 from megatron_rl.rollout.sglang_control import SglangControl
 from megatron_rl.rollout.sglang_server import SglangServer
+from tests.e2e.conftest import job
 from tests.tiny import write_model
+
+__all__ = ["job"]  # the fixture, one for all
 
 PYTHON = Path(__file__).parents[2] / ".venv-sglang/bin/python"
 SHAPE = Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=37, tied=False)

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.telemetry.writer import read_metrics
-from tests.e2e.conftest import Job, job
+from tests.e2e.conftest import Job
 from tests.engines.conftest import PYTHON, Model
 from tests.engines.processes import writing_to
-
-__all__ = ["job"]  # the fixture
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])

@@ -171,6 +171,36 @@ def test_what_is_too_old_is_sampled_anew_and_counted() -> None:
     assert (values["rollout/groups_begun_anew"], values["rollout/staleness"], values["work/continued"]) == (2, 0, 0)
 
 
+@pytest.mark.parametrize("engines", [1, 2, 3])
+def test_nothing_is_sampled_twice_when_it_pauses(engines: int) -> None:
+    """Not what a grader has either, nor what was graded in the very moment in which the step was over."""
+    for timing in range(9):
+        one = rig(lambda n: 2, engines=engines, timing=timing, max_staleness=3, partial=True, max_response_tokens=600)
+        totals = [rollout.metrics.values() for rollout in one.steps(6)]
+        assert sum(each["rollout/groups_begun_anew"] for each in totals) == 0
+        assert sum(each["work/samples"] for each in totals) <= 4 * one.stream.position
+
+
+def test_what_paused_waits_through_a_step_that_has_its_batch_already() -> None:
+    one = rig(lambda n: 2, max_staleness=2, partial=True)
+    draws = [Draw(stream=0, position=n, prompt=prompt, step=1) for n, prompt in one.stream.draw(4)]
+    done = Completed(number=0, engine=0, answers=((2, "stop", 1.0),) * 4, kept=True)
+    begun = Response(ids=(7,), logprobs=(-1.0,), finish_reason="abort", weight_versions=(1,))
+    one.collector.leftover = Leftover(
+        draws=(*(Carried(draw=draw, engine=0, done=done) for draw in draws[:3]), Carried(draw=draws[3], engine=1)),
+        held={n: graded_group(n, [1.0] * 4, [2] * 4) for n in range(3)},
+        begun={3: [begun, None, None, None]},
+    )
+    for engine in one.sampler.engines:
+        engine.version = 2
+    second, third = one.collector.collect(2), one.collector.collect(3)
+    assert second is not None
+    assert third is not None
+    assert indices(second.groups + third.groups) == [0, 1, 2, 3, 4, 5]
+    assert versions(third.groups[0]) == {1, 2}
+    assert third.metrics.values()["work/continued"] >= 1
+
+
 def test_without_a_use_for_them_they_are_thrown_away_and_counted() -> None:
     # One of three is kept, so more are drawn; three of them, or more, are kept: too many.
     one = rig([0, 2, 4, 1, 2] + [3] * 99)

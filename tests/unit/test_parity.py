@@ -12,6 +12,7 @@ from megatron_rl.rollout import parity as module
 from megatron_rl.rollout.engine import Answer, EngineLost, Request, Sampling
 from megatron_rl.rollout.groups import EngineGroup
 from megatron_rl.rollout.parity import Alarms, Distance, Parity, Reading, choose_probe, distance, make_parity, read
+from megatron_rl.rollout.sampler import EnginesGoneError
 from megatron_rl.rollout.waiting import EngineWait
 from megatron_rl.types import FinishReason, Prompt, Response
 from tests.tiny import run_config
@@ -193,7 +194,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Alone:
         @staticmethod
-        def all_gather_object(shares: list[object], mine: object) -> None:
+        def all_gather_object(shares: list[object], mine: object, group: None) -> None:
             shares[0] = mine
 
     monkeypatch.setattr(module, "dist", Alone)
@@ -268,10 +269,18 @@ def test_an_engine_that_is_lost_while_it_scores_is_started_again_and_left_out() 
             raise EngineLost("it was killed")
 
         def restart(self) -> None:
+            if self.restarted:
+                raise UserError("not a second time")
             self.restarted += 1
+
+        def stop(self) -> None:
+            pass
 
     engine = Lost()
     parity = parity_of(engine)
     parity.expect([(-1.0, -2.0)], version=1)
     assert parity.check(1).values() == {}
     assert engine.restarted == 1
+    parity.expect([(-1.0, -2.0)], version=2)
+    with pytest.raises(EnginesGoneError, match="not a second time"):  # on every rank, so that the run can be saved
+        parity.check(2)

@@ -95,10 +95,10 @@ class Ranks:
         self.gathered: list[Any] = [None] * ranks
         self.meeting = threading.Barrier(ranks, timeout=20)
 
-    def all_gather_object(self, told: list[Any], mine: Any) -> None:
+    def all_gather_object(self, told: list[Any], mine: Any, group: None) -> None:
         told[:] = self._all(mine)
 
-    def broadcast_object_list(self, message: list[Any], src: int) -> None:
+    def broadcast_object_list(self, message: list[Any], src: int, group: None) -> None:
         message[:] = self._all(list(message))[src]
 
     def _all(self, mine: Any) -> list[Any]:
