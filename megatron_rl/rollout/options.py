@@ -1,13 +1,13 @@
-"""Options of the SGLang servers: typed, frozen, documented by the text under each."""
+"""Options of sampling, and of the SGLang servers: typed, frozen, documented by the text under each."""
 
 import ipaddress
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from megatron_rl.section import Positive, Seconds, Section
+from megatron_rl.section import NotNegative, Positive, Seconds, Section
 
 OURS = (
     "--model-path --host --port --tp-size --tensor-parallel-size --tp --mem-fraction-static --weight-version "
@@ -85,3 +85,91 @@ class SglangConfig(Section):
             if name == "--attention-backend":
                 named = value if is_assigned else following
         return named
+
+
+class RolloutConfig(Section):
+    """How responses are sampled."""
+
+    engine: Literal["embedded", "sglang"] = "embedded"
+    """`embedded`: a batched PyTorch sampler inside each rank; `sglang`: servers beside the ranks (docs/sglang.md)."""
+
+    tensor_parallel_size: Positive = 1
+    """Ranks that share one engine, all on one node. The embedded engine runs on one."""
+
+    placement: Literal["colocated", "separate"] = "colocated"
+    """`colocated`: engines sample on the trainer's ranks, in turn with it; `separate`: on the last `ranks` ranks, which
+    do nothing else, and nobody sleeps."""
+
+    ranks: NotNegative = 0
+    """With `placement: separate`: how many ranks sample; the others train."""
+
+    async_steps: Literal[0, 1] = 0
+    """1: while a step is trained on, the next one is sampled, with the weights from before (one step off-policy). Needs
+    `placement: separate`, and turns `algorithm.correction` on unless you set it."""
+
+    sglang: SglangConfig = SglangConfig()
+    """How SGLang's servers are started and asked; for `engine: sglang`."""
+
+    deterministic: bool = False
+    """Each response depends on its own seed only. The embedded engine always does so. SGLang: deterministic inference
+    (batch-invariant kernels), which costs roughly a third of the speed (their figure: 34% on average) and not every
+    attention backend has; without it no seed is promised."""
+
+    parity_limit: Annotated[float, Field(gt=0)] | None = None
+    """After each update engine and trainer score a probe; the run ends if their log-probs differ by more than this, in
+    nats, mean over tokens. `null`: by `trainer.dtype`, 0.001 (float32) or 0.05 (bfloat16)."""
+
+    prompts_per_step: Positive = 512
+    """Groups in the training batch of a step."""
+
+    responses_per_prompt: Positive = 16
+    """Size of a group."""
+
+    max_response_tokens: Positive = 20480
+    """Generation budget L: longest response, in tokens."""
+
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the logits, in engine and trainer alike."""
+
+    max_rounds: Positive = 10
+    """With dynamic sampling: in how many rounds prompts are drawn for one step. A round draws what the keep rate of the
+    steps before says is needed, four batches at most."""
+
+    when_short: Literal["train_partial", "continue", "raise"] = "train_partial"
+    """With dynamic sampling, when the batch is not full after them: train on what there is, with a warning; go on
+    drawing; or end the run."""
+
+    max_staleness: NotNegative = 0
+    """For how many steps after it was drawn a group may still be trained on. 0: only in its own; what is kept beyond
+    the batch is thrown away and counted. Otherwise it comes first in the next step's, and all that was drawn is sampled
+    to its end."""
+
+    partial: bool = False
+    """Answers that are unfinished when the batch is certain pause, and are continued first in the next step, with other
+    weights: see `algorithm.correction`. Needs `max_staleness` of 1 or more; beyond it they are begun anew."""
+
+    max_concurrent: Positive = 512
+    """Responses that the embedded engine samples at once."""
+
+    engine_restarts: NotNegative = 3
+    """How often one engine that died or hung may be started again in a run; once more, and the run ends. SGLang's."""
+
+    heartbeat_timeout_s: Positive = 120
+    """A rank that leads an engine and gives no sign of life for so long while all sample ends the run."""
+
+    answered: ClassVar[frozenset[str]] = frozenset({"top_p", "top_k"})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_distribution(cls, values: Any) -> Any:
+        """Drop `top_p` and `top_k` of other programs' recipes where they are off, and refuse them otherwise."""
+        if not isinstance(values, dict):
+            return values
+        for key, off in (("top_p", (1, None)), ("top_k", (-1, 0, None))):
+            if values.get(key) not in off:
+                raise ValueError(
+                    f"{key}={values[key]!r}: training samples from the whole distribution: the trainer's softmax is "
+                    "over all tokens, so a truncated one has no log-prob there and importance ratios would be wrong; "
+                    "leave it out (evaluation.top_p is for evaluation)"
+                )
+        return {key: value for key, value in values.items() if key not in cls.answered}
