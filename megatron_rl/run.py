@@ -14,50 +14,46 @@ import torch.distributed as dist
 
 from megatron_rl.config import Config
 from megatron_rl.config_files import dump_config
-from megatron_rl.data.prompts import load_prompts, load_tokenizer, usable_ids
 from megatron_rl.data.stream import PromptStream
 from megatron_rl.doubts import doubts
 from megatron_rl.errors import UserError
 from megatron_rl.files import replace_text
+from megatron_rl.inputs import Inputs, read_inputs
 from megatron_rl.phases import Phases
-from megatron_rl.resharding.hf_files import HfReader, write_hf
+from megatron_rl.resharding.hf_files import write_hf
 from megatron_rl.resharding.sync import push_weights, receive_weights, send_weights
-from megatron_rl.rewards.graders import check_graders
 from megatron_rl.rewards.pool import GraderPool
 from megatron_rl.rollout.collector import Collector, Rollout
 from megatron_rl.rollout.delivery import ALL, bring_groups, deliver
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.engines import NoEngine, make_engine
-from megatron_rl.rollout.groups import EngineGroup, check_engine_groups
+from megatron_rl.rollout.groups import EngineGroup
 from megatron_rl.rollout.leftover import Leftover, write_tokens
 from megatron_rl.rollout.leftover import read as read_leftover
 from megatron_rl.rollout.parity import make_parity
 from megatron_rl.rollout.sampler import GroupSampler
 from megatron_rl.rollout.waiting import EngineWait
-from megatron_rl.run_dir import RunLock, check_run_dir
+from megatron_rl.run_dir import RunLock
 from megatron_rl.stopping import StopWish
 from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.telemetry.progress import Progress
 from megatron_rl.telemetry.writer import RunWriter
 from megatron_rl.training import cpu, setup
-from megatron_rl.training.batch import try_batch
 from megatron_rl.training.checkpoint import (
     RunState,
     latest_checkpoint,
     load_checkpoint,
     read_run_state,
     save_checkpoint,
-    unchangeable,
     unfinished,
 )
 from megatron_rl.training.elsewhere import TrainerElsewhere
-from megatron_rl.training.hf_config import read_model_spec
 from megatron_rl.training.implementation import choose
 from megatron_rl.training.model import DTYPES
-from megatron_rl.training.objective import Objective, load_loss
+from megatron_rl.training.objective import Objective
 from megatron_rl.training.sharing import Sharing
 from megatron_rl.training.trainer import Trainer
-from megatron_rl.types import Group, Prompt
+from megatron_rl.types import Group
 
 T = TypeVar("T")
 
@@ -76,75 +72,73 @@ class Run:
         """
         self.config = config
         begun = time.perf_counter()
-        check_run_dir(config.run_dir)
-        spec = read_model_spec(config.model.path)
-        shared_by, world = config.rollout.tensor_parallel_size, setup.world_size()
-        separate = config.rollout.placement == "separate"
-        first = setup.trainers(config) if separate else 0
-        setup.check_layout(config, spec.shape, world)
-        check_engine_groups(shared_by, world, setup.ranks_per_node(), first)
-        tokenizer = load_tokenizer(config.model.path)
-        data = load_prompts(config.data.train, tokenizer, config.data)
-        self.fixed = unchangeable(config, spec.shape, data.fingerprint)
-        heldout = load_prompts(config.data.eval, tokenizer, config.data) if config.data.eval else None
-        self.heldout = heldout.prompts if heldout else ()
-        check_graders(config.rewards)
-        loss = load_loss(config.algorithm)
-        try_batch(config)
-        with HfReader(config.model.path, spec.shape):
-            vocabulary = usable_ids(tokenizer, spec.shape.vocab)
-        _check_ids(spec.shape.vocab, config.data.train, data.prompts)
-        _check_ids(spec.shape.vocab, config.data.eval, self.heldout)
-        _check_positions(spec.max_positions, (*data.prompts, *self.heldout), config)
-        eos = _usable_eos(spec.eos_token_ids, tokenizer.eos_token_id, vocabulary, config)
+        given = read_inputs(config)
+        self.fixed, self.prompts, self.spec = given.fixed, given.data.prompts, given.spec
+        self.heldout = given.heldout.prompts if given.heldout else ()
         self.step = 0
-
         self.groups = setup.start(config)
-        everyone = self.groups.everyone
-        Objective(loss=loss, algorithm=config.algorithm).try_out(cpu.device())
+        Objective(loss=given.loss, algorithm=config.algorithm).try_out(cpu.device())
         self.leader = dist.get_rank() == 0
         self.progress = Progress(config.steps, quiet=not self.leader)
-        for path, prompts in ((config.data.train, data), (config.data.eval, heldout)):
-            if prompts and prompts.skipped:
-                self.progress.say(f"{path}: {prompts.skipped} prompts over data.max_prompt_tokens were skipped")
-        for doubt in doubts(config):
-            self.progress.say(f"warning: {doubt}")
-        group = EngineGroup(rank=dist.get_rank(), size=shared_by, world=world, first=first)
-        self.spec, self.trains, self.samples = spec, dist.get_rank() < setup.trainers(config), dist.get_rank() >= first
-        self.engine: Engine = cast(Engine, NoEngine())
-        if self.samples:
-            self.engine = make_engine(config, spec, group, eos_token_ids=eos, vocabulary=vocabulary)
-        wait = EngineWait(self.groups.store, group, timeout_s=config.rollout.heartbeat_timeout_s)
-        self.parity = make_parity(config, data.prompts, vocabulary, self.engine, wait, self.progress.say, everyone)
-        self.pool = GraderPool(config.rewards)
-        self.sampler = GroupSampler(self.engine, wait, self.pool, tokenizer, self.parity.check_response, everyone)
-        self.prompts = data.prompts
-        stream = PromptStream(data.prompts, config.seed)
-        self.collector = Collector(self.sampler, stream, config, self.progress.say)
+        self._say_what_is_odd(given)
+        self._make_rollout(given)
         self.writer: RunWriter | None = None
         self._saved_step = 0
         with ExitStack() as started:
             self._from_leader(lambda: self._take_run_dir(started))
             started.callback(self.engine.stop)
             started.callback(self.pool.close)
-            if group.leads:
-                self.pool.start()
-            # On a GPU the engine takes its memory first and gives it back; then the trainer allocates.
-            self.engine.start()
-            if not separate:
-                self.engine.sleep()
-            self.trainer: Trainer | TrainerElsewhere
-            if self.trains:
-                self.trainer = Trainer(config, spec, vocabulary, everyone)
-            else:
-                sharing = Sharing(config=config, shape=spec.shape, trainers=first, world=world)
-                self.trainer = TrainerElsewhere(sharing, everyone)
-            self.phases = Phases(self.engine, None if separate else self.trainer.memory, separate=separate)
+            self._start_phases(given)
             self._stop_wish = started.enter_context(StopWish())
             self._started = started.pop_all()
         seconds = time.perf_counter() - begun
-        self.progress.say(f"{world} ranks on {cpu.device().type}, started in {seconds:.1f}s")
+        self.progress.say(f"{setup.world_size()} ranks on {cpu.device().type}, started in {seconds:.1f}s")
         self.progress.say(str(choose(config.trainer)))
+
+    def _say_what_is_odd(self, given: Inputs) -> None:
+        for path, prompts in ((self.config.data.train, given.data), (self.config.data.eval, given.heldout)):
+            if prompts and prompts.skipped:
+                self.progress.say(f"{path}: {prompts.skipped} prompts over data.max_prompt_tokens were skipped")
+        for doubt in doubts(self.config):
+            self.progress.say(f"warning: {doubt}")
+
+    def _make_rollout(self, given: Inputs) -> None:
+        """The engine of this rank's group, and what samples with all of them; nothing is started."""
+        config, everyone, say = self.config, self.groups.everyone, self.progress.say
+        group = EngineGroup(
+            rank=dist.get_rank(),
+            size=config.rollout.tensor_parallel_size,
+            world=setup.world_size(),
+            first=setup.first_that_samples(config),
+        )
+        self.engine: Engine = cast(Engine, NoEngine())
+        if group.rank >= group.first:
+            self.engine = make_engine(config, given.spec, group, eos_token_ids=given.eos, vocabulary=given.vocabulary)
+        wait = EngineWait(self.groups.store, group, timeout_s=config.rollout.heartbeat_timeout_s)
+        self.parity = make_parity(config, self.prompts, given.vocabulary, self.engine, wait, say, everyone)
+        self.pool = GraderPool(config.rewards)
+        check = self.parity.check_response
+        self.sampler = GroupSampler(self.engine, wait, self.pool, given.tokenizer, check, everyone)
+        self.collector = Collector(self.sampler, PromptStream(self.prompts, config.seed), config, say)
+
+    def _start_phases(self, given: Inputs) -> None:
+        """Start graders, the engine, and then the trainer: on a GPU the engine takes its memory first, and gives it
+        back before the trainer allocates."""
+        config, everyone = self.config, self.groups.everyone
+        if self.sampler.wait.group.leads:
+            self.pool.start()
+        separate = config.rollout.placement == "separate"
+        self.engine.start()
+        if not separate:
+            self.engine.sleep()
+        trains, world = setup.trainers(config), setup.world_size()
+        self.trainer: Trainer | TrainerElsewhere
+        if dist.get_rank() < trains:
+            self.trainer = Trainer(config, given.spec, given.vocabulary, everyone)
+        else:
+            sharing = Sharing(config=config, shape=given.spec.shape, trainers=trains, world=world)
+            self.trainer = TrainerElsewhere(sharing, everyone)
+        self.phases = Phases(self.engine, None if separate else self.trainer.memory, separate=separate)
 
     def __enter__(self) -> Run:
         return self
@@ -334,34 +328,3 @@ class Run:
                 for _ in weights:
                     continue
         self.progress.say(f"exported {target}")
-
-
-def _check_ids(vocab: int, path: Path | None, prompts: Sequence[Prompt]) -> None:
-    for prompt in prompts:
-        if max(prompt.ids) >= vocab:
-            raise UserError(
-                f"{path}:{prompt.index}: token id {max(prompt.ids)} is beyond the model's vocab_size ({vocab}); "
-                "the tokenizer belongs to another model"
-            )
-
-
-def _check_positions(positions: int | None, prompts: Sequence[Prompt], config: Config) -> None:
-    longest = max(len(prompt.ids) for prompt in prompts)
-    budget = config.rollout.max_response_tokens
-    if positions is not None and longest + budget > positions:
-        raise UserError(
-            f"rollout.max_response_tokens: {budget} after a prompt of {longest} tokens is more than the {positions} "
-            f"positions of the model (max_position_embeddings); lower it or data.max_prompt_tokens"
-        )
-
-
-def _usable_eos(of_model: frozenset[int], of_tokenizer: int | None, vocabulary: int, config: Config) -> frozenset[int]:
-    """The ids that end a response, of those that can be sampled."""
-    ids = of_model or frozenset(() if of_tokenizer is None else (of_tokenizer,))
-    usable = frozenset(token for token in ids if token < vocabulary)
-    if not usable:
-        raise UserError(
-            f"{config.model.path}: no end-of-sequence id among the {vocabulary} ids of the tokenizer (found "
-            f"{sorted(ids)}); set eos_token_id in config.json or generation_config.json"
-        )
-    return usable

@@ -28,6 +28,11 @@ def trainers(config: Config) -> int:
     return world_size() - config.rollout.ranks
 
 
+def first_that_samples(config: Config) -> int:
+    """The first rank that samples: all do, or the last ones."""
+    return trainers(config) if config.rollout.placement == "separate" else 0
+
+
 def data_parallel_ranks(world_size: int, *, tensor: int, context: int, pipeline: int) -> list[int]:
     """The data-parallel rank of each rank of the world, in Megatron's order: TP fastest, then CP, DP, PP."""
     data = world_size // (tensor * context * pipeline)
