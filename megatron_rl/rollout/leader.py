@@ -198,7 +198,8 @@ class Leader:
 
     def _begin(self, number: int, draw: Draw) -> None:
         """Ask the engine for what a group lacks; answers that were begun go on, the others share one request."""
-        answers = self.begun.pop(draw.position, None) or [None] * self.task.responses
+        answers = list(self.begun.pop(draw.position, ()))
+        answers += [None] * (self.task.responses - len(answers))
         self._in_work[number] = _InWork(draw, answers, missing=0)
         fresh = [sample for sample, answer in enumerate(answers) if answer is None]
         if fresh:
