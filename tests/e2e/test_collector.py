@@ -84,7 +84,9 @@ def test_answers_pause_and_go_on_in_the_next_step_and_the_next_run(job: Job) -> 
     settings += ["rewards.grader=tests.e2e.graders:slow", "checkpoint.every=1", "checkpoint.keep=9"]
     run = job.train("partial", *settings, "steps=6")
     check_pauses(run, steps=6)
-    assert sum(row["work/continued"] for row in read_metrics(run / "metrics.jsonl")) > 0
+    rows = read_metrics(run / "metrics.jsonl")
+    assert sum(row["work/continued"] for row in rows) > 0
+    assert all(row["work/stopped"] <= 2 for row in rows)  # what only waited in the engine's queue was not begun
     versions = [answer["weight_versions"] for step in range(1, 7) for answer in samples(run, step)]
     assert any(len(each) == 2 and each[1] == each[0] + 1 for each in versions)
 
