@@ -313,6 +313,7 @@ class Run:
             {prompt.index: prompt for prompt in self.prompts},
             self.sampler.wait.group,
             self.sampler.decode,
+            responses=self.config.rollout.responses_per_prompt,
         )
 
     def export(self) -> None:

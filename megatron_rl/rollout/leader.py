@@ -206,9 +206,7 @@ class Leader:
             self._ask(number, draw, fresh, ())
         for sample, answer in enumerate(answers):
             if answer is not None and answer.finish_reason == "abort":
-                self.work.continued += 1
                 self._ask(number, draw, [sample], answer.ids)
-        self.work.samples += len(fresh)
         if not self._in_work[number].missing:  # only its grades were missing
             self._grade(number)
 
@@ -237,9 +235,11 @@ class Leader:
         one, place = self._in_work[number], awaited.pop(sample)
         if not awaited:
             del self._asked[key]
-        self.work.tokens += len(response.ids)
-        if response.finish_reason == "abort":
-            self.work.aborted += 1
+        if response.ids:  # else it waited in the engine's queue
+            self.work.tokens += len(response.ids)
+            self.work.samples += one.answers[place] is None
+            self.work.continued += one.answers[place] is not None
+            self.work.aborted += response.finish_reason == "abort"
         if response.ids or response.finish_reason != "abort":
             one.answers[place] = joined(one.answers[place], response)
         if response.finish_reason != "abort":

@@ -99,6 +99,8 @@ def read(
     prompts: Mapping[int, Prompt],
     group: EngineGroup,
     decode: Callable[[Sequence[int]], str],
+    *,
+    responses: int,
 ) -> Leftover:
     """What a checkpoint holds of it, divided anew over the engines.
 
@@ -108,6 +110,7 @@ def read(
         prompts: of the data, by row.
         group: the engine of this rank.
         decode: token ids to text.
+        responses: size of a group; the file has nothing of answers that were not begun.
 
     Raises:
         UserError: a file is damaged, or answers are missing.
@@ -135,7 +138,7 @@ def read(
         if one.done:
             held[position] = _group(one, answers_of, group.rank, decode)
         elif answers_of:
-            size = max(answers_of) + 1
+            size = max(responses, *(n + 1 for n in answers_of))
             begun[position] = [answers_of[n][0] if n in answers_of else None for n in range(size)]
     return Leftover(draws=tuple(draws), held=held, begun=begun)
 

@@ -311,10 +311,19 @@ class SglangEngine:
     def wake(self) -> None:
         """See `Engine`."""
         self._meet()  # the trainer's memory is free on the GPUs of all ranks
+        self._sleep_if_new()
+        try:
+            self._take(WEIGHTS)
+        except Unreachable as error:  # it is dying at this moment
+            self._lost = str(error)
+            self._sleep_if_new()
+            self._take(WEIGHTS)
+
+    def _sleep_if_new(self) -> None:
+        """Have a healthy server; a new one has all of its memory."""
         if self._server and self._keep_up():
-            self._release()  # a new server has all of it
+            self._release()
             self._has.clear()
-        self._take(WEIGHTS)
 
     def resume(self) -> None:
         """See `Engine`."""
