@@ -113,7 +113,14 @@ class Run:
         )
         self.engine: Engine = cast(Engine, NoEngine())
         if group.rank >= group.first:
-            self.engine = make_engine(config, given.spec, group, eos_token_ids=given.eos, vocabulary=given.vocabulary)
+            self.engine = make_engine(
+                config,
+                given.spec,
+                group,
+                eos_token_ids=given.eos,
+                vocabulary=given.vocabulary,
+                ranks=self.groups.engine,
+            )
         wait = EngineWait(self.groups.store, group, timeout_s=config.rollout.heartbeat_timeout_s)
         self.parity = make_parity(config, self.prompts, given.vocabulary, self.engine, wait, say, everyone)
         self.pool = GraderPool(config.rewards)

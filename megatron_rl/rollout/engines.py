@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
+
 from megatron_rl.config import Config
 from megatron_rl.rollout.embedded import EmbeddedEngine
 from megatron_rl.rollout.engine import Engine
@@ -27,7 +29,13 @@ class NoEngine:
 
 
 def make_engine(
-    config: Config, spec: ModelSpec, group: EngineGroup, *, eos_token_ids: frozenset[int], vocabulary: int
+    config: Config,
+    spec: ModelSpec,
+    group: EngineGroup,
+    *,
+    eos_token_ids: frozenset[int],
+    vocabulary: int,
+    ranks: dist.ProcessGroup | None = None,
 ) -> Engine:
     """The engine of this rank's group, as `rollout.engine` says; not started.
 
@@ -37,9 +45,10 @@ def make_engine(
         group: the ranks that share it.
         eos_token_ids: sampling one of them ends a response.
         vocabulary: ids from here on are never sampled.
+        ranks: their process group, when there are several.
     """
     if config.rollout.engine == "sglang":
-        return SglangEngine(config, spec, group, eos_token_ids=eos_token_ids, vocabulary=vocabulary)
+        return SglangEngine(config, spec, group, eos_token_ids=eos_token_ids, vocabulary=vocabulary, ranks=ranks)
     return EmbeddedEngine(
         config.model.path,
         eos_token_ids=eos_token_ids,

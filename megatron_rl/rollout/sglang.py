@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -53,6 +52,7 @@ class SglangEngine:
         *,
         eos_token_ids: frozenset[int],
         vocabulary: int,
+        ranks: dist.ProcessGroup | None = None,
     ) -> None:
         """Describe the engine; `start` starts it.
 
@@ -62,6 +62,7 @@ class SglangEngine:
             group: the ranks that share it.
             eos_token_ids: sampling one of them ends a response.
             vocabulary: ids from here on are not in the engine's model: it has that many rows of embedding and output.
+            ranks: their process group (gloo), when there are several.
 
         Raises:
             UserError: seeds are to count, on a CPU.
@@ -79,7 +80,7 @@ class SglangEngine:
         self._server: SglangServer | None = None
         self._control: SglangControl | None = None
         self._asker: Asker | None = None
-        self._ranks: dist.ProcessGroup | None = None
+        self._ranks = ranks
         self._has = {*WEIGHTS, *CACHE}  # of its memory
         self._generates, self.version = True, -1
         self._lost = ""  # why
@@ -91,11 +92,6 @@ class SglangEngine:
         Raises:
             UserError: it can't be started.
         """
-        if self.group.size > 1:
-            patience = timedelta(seconds=self.config.collective_timeout_s)
-            self._ranks = dist.new_group(
-                list(self.group.ranks), timeout=patience, backend="gloo", use_local_synchronization=True
-            )
         if self.group.leads:
             self._start_server()
         self._meet()

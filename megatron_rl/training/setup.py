@@ -89,6 +89,9 @@ class Groups:
     weights: dist.ProcessGroup | None = None
     """Rank 0, which has the trainer's weights, and the ranks that only sample; on those."""
 
+    engine: dist.ProcessGroup | None = None
+    """The ranks that share this rank's engine, when it is not alone with one."""
+
 
 def start(config: Config) -> Groups:
     """Join the process group that torchrun describes (or a world of one); set up Megatron's parallel state on those of
@@ -105,7 +108,8 @@ def start(config: Config) -> Groups:
     else:
         dist.init_process_group(cpu.backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     store = dist.distributed_c10d._get_default_store()
-    groups = Groups(everyone=dist.distributed_c10d._get_default_group(), store=store)
+    everyone, engine = dist.distributed_c10d._get_default_group(), _of_this_engine(config, timeout)
+    groups = Groups(everyone=everyone, store=store, engine=engine)
     if config.rollout.placement == "separate":
         groups = _separate(groups, trainers(config), timeout)
         if dist.get_rank(groups.everyone) >= trainers(config):
@@ -120,6 +124,17 @@ def start(config: Config) -> Groups:
     )
     model_parallel_cuda_manual_seed(config.seed)
     return groups
+
+
+def _of_this_engine(config: Config, timeout: datetime.timedelta) -> dist.ProcessGroup | None:
+    """Make the groups of all engines on all ranks, before ranks have others: torch names one by how many there are."""
+    size = config.rollout.tensor_parallel_size
+    if size == 1:
+        return None
+    leaders = range(first_that_samples(config), dist.get_world_size(), size)
+    engines = [list(range(leader, leader + size)) for leader in leaders]
+    mine: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(engines, timeout=timeout, backend="gloo")[0]
+    return mine
 
 
 def _separate(groups: Groups, trainers: int, timeout: datetime.timedelta) -> Groups:

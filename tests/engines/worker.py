@@ -111,9 +111,9 @@ def main() -> None:
         },
     )
     spec = read_model_spec(config.model.path)
-    setup.start(config)
+    groups = setup.start(config)
     group = EngineGroup(rank=dist.get_rank(), size=2, world=2)
-    engine = SglangEngine(config, spec, group, eos_token_ids=EOS, vocabulary=VOCABULARY)
+    engine = SglangEngine(config, spec, group, eos_token_ids=EOS, vocabulary=VOCABULARY, ranks=groups.engine)
     try:
         engine.start()
         engine.sleep()
