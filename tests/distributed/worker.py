@@ -98,7 +98,7 @@ def check_model(config_of: Any, reference: Path) -> dict[str, Any]:
         results[name] = (hf_named(trainer, lambda parameter: parameter.main_grad), metrics.values())
     results["repeated"] = differing_gradients(trainer, share, rollout)
     results["objectives"] = {}
-    for name, case in objectives.cases().items():
+    for name, case in ({} if trainer.spec.shape.tied else objectives.cases()).items():  # most of the time
         loss = objectives.compute(trainer, config, case)
         results["objectives"][name] = (hf_named(trainer, lambda parameter: parameter.main_grad), loss)
     in_reward = {"kl": {"coef": 0.1, "estimator": "k3", "place": "reward"}}
