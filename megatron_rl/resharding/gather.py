@@ -11,7 +11,8 @@ from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megatron_rl.resharding.names import Entry, Shape, parameters, pieces, shard_shape, stage_of
+from megatron_rl.resharding.names import Entry, Shape, parameters, stage_of
+from megatron_rl.resharding.pieces import pieces, shard_shape
 from megatron_rl.resharding.shards import named_shards
 
 

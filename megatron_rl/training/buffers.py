@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.resharding.names import EMBEDDING, Entry, Shape, parameters, shard_shape, stage_of
+from megatron_rl.resharding.names import EMBEDDING, Entry, Shape, parameters, stage_of
+from megatron_rl.resharding.pieces import shard_shape
 from megatron_rl.training.options import TrainerConfig
 
 # Elements. Parameters begin at 128 bytes and buckets at 256, of bf16, as cuBLAS likes it.

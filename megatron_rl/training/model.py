@@ -18,7 +18,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_rl.resharding.hf_files import HfReader
-from megatron_rl.resharding.names import Shape, pieces
+from megatron_rl.resharding.names import Shape
+from megatron_rl.resharding.pieces import pieces
 from megatron_rl.resharding.shards import named_shards
 from megatron_rl.training import cpu
 from megatron_rl.training.hf_config import ModelSpec

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
 from megatron_rl.errors import UserError
-from megatron_rl.resharding.names import Shape, hf_shapes, parameters, pieces, shard_shape, stage_of
+from megatron_rl.resharding.names import Shape, hf_shapes, parameters, stage_of
+from megatron_rl.resharding.pieces import pieces, shard_shape
 from tests.tiny import SHAPE, TIED, qwen2_config
 
 FOUR_GROUPS = Shape(layers=2, hidden=20, heads=12, kv_heads=4, head_dim=6, intermediate=28, vocab=38, tied=True)
