@@ -1,7 +1,6 @@
 """The table of names and shards, against Megatron's layout written out row by row and transformers' own tensors."""
 
 import itertools
-import math
 from dataclasses import replace
 
 import pytest
@@ -14,19 +13,11 @@ from transformers import Qwen2ForCausalLM
 from megatron_rl.errors import UserError
 from megatron_rl.resharding.names import Shape, hf_shapes, parameters, stage_of
 from megatron_rl.resharding.pieces import pieces, shard_shape
+from tests.cases.sharded import megatron_shard, numbered
 from tests.tiny import SHAPE, TIED, qwen2_config
 
 FOUR_GROUPS = Shape(layers=2, hidden=20, heads=12, kv_heads=4, head_dim=6, intermediate=28, vocab=38, tied=True)
 LAYOUTS = [(shape, tp) for shape in (SHAPE, TIED) for tp in (1, 2)] + [(FOUR_GROUPS, tp) for tp in (1, 2, 4)]
-
-
-def numbered(shape: Shape) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint; no two elements of the model have the same value, and none is 0."""
-    tensors, first = {}, 1
-    for name, size in hf_shapes(shape).items():
-        tensors[name] = torch.arange(first, first + math.prod(size)).view(size)
-        first += math.prod(size)
-    return tensors
 
 
 def filled(hf: dict[str, Tensor], shape: Shape, rank: int, tp: int) -> dict[tuple[str, int], Tensor]:
@@ -39,41 +30,6 @@ def filled(hf: dict[str, Tensor], shape: Shape, rank: int, tp: int) -> dict[tupl
             shard[piece.shard_rows] = hf[piece.hf][piece.index]
         shards[entry.megatron, layer] = shard
     return shards
-
-
-def megatron_shard(hf: dict[str, Tensor], shape: Shape, name: str, layer: int, rank: int, tp: int) -> Tensor:
-    """What Megatron expects of a rank, written out without the table."""
-
-    def part(tensor: Tensor, dim: int = 0) -> Tensor:
-        return tensor.tensor_split(tp, dim)[rank]
-
-    def padded(tensor: Tensor) -> Tensor:
-        missing = -len(tensor) % tp
-        return part(torch.cat((tensor, tensor.new_zeros(missing, tensor.shape[1]))))
-
-    block = f"model.layers.{layer}."
-    if "linear_qkv" in name:
-        q, k, v = (hf[f"{block}self_attn.{x}_proj.{name.rpartition('.')[2]}"] for x in "qkv")
-        rows = []
-        for group in range(rank * shape.kv_heads // tp, (rank + 1) * shape.kv_heads // tp):
-            sharing = [head for head in range(shape.heads) if head * shape.kv_heads // shape.heads == group]
-            rows += [q[head * shape.head_dim + i] for head in sharing for i in range(shape.head_dim)]
-            rows += [k[group * shape.head_dim + i] for i in range(shape.head_dim)]
-            rows += [v[group * shape.head_dim + i] for i in range(shape.head_dim)]
-        return torch.stack(rows)
-    if "linear_fc1" in name:
-        return torch.cat([part(hf[f"{block}mlp.{x}_proj.weight"]) for x in ("gate", "up")])
-    return {
-        "embedding.word_embeddings.weight": lambda: padded(hf["model.embed_tokens.weight"]),
-        "output_layer.weight": lambda: padded(hf["lm_head.weight"]),
-        "decoder.final_layernorm.weight": lambda: hf["model.norm.weight"],
-        "decoder.layers.{layer}.input_layernorm.weight": lambda: hf[block + "input_layernorm.weight"],
-        "decoder.layers.{layer}.pre_mlp_layernorm.weight": lambda: hf[block + "post_attention_layernorm.weight"],
-        "decoder.layers.{layer}.self_attention.linear_proj.weight": lambda: part(
-            hf[block + "self_attn.o_proj.weight"], 1
-        ),
-        "decoder.layers.{layer}.mlp.linear_fc2.weight": lambda: part(hf[block + "mlp.down_proj.weight"], 1),
-    }[name]()
 
 
 @pytest.mark.parametrize(("shape", "tp"), LAYOUTS)
