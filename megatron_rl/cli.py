@@ -107,6 +107,52 @@ def check_loss(
     raise typer.Exit(1 if failed else 0)
 
 
+plans = typer.Typer(no_args_is_help=True, help="Say what a run will take, before anything is started.")
+app.add_typer(plans, name="plan")
+
+
+@plans.command("reshard")
+def plan_reshard(
+    recipe: Annotated[Path | None, typer.Argument(help="A YAML recipe; or else --hf-config and the layouts.")] = None,
+    overrides: Overrides = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="That the recipe will be started on.")] = None,
+    hf_config: Annotated[Path | None, typer.Option(help="A model's config.json.")] = None,
+    trainer: Annotated[
+        str, typer.Option(help="Its layout: tp=8,pp=4,dp=4, and cp=N, vpp=N (chunks a stage).")
+    ] = "tp=1",
+    engine: Annotated[str, typer.Option(help="An engine's: tp=4.")] = "tp=1",
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
+    placement: Annotated[
+        str, typer.Option(help="An engine's GPUs: consecutive, or aligned, every n-th, where the most is local.")
+    ] = "aligned",
+    across: Annotated[
+        str, typer.Option(help="Between nodes: direct to each GPU, or once to each node and forwarded inside it.")
+    ] = "direct",
+    bucket_mb: Annotated[int, typer.Option(min=1, help="What is moved at a time.")] = 512,
+    within_gb_s: Annotated[float, typer.Option(min=0.001, help="GB/s of a GPU inside its node.")] = 400,
+    across_gb_s: Annotated[float, typer.Option(min=0.001, help="GB/s of a GPU to other nodes.")] = 50,
+    as_json: Annotated[bool, typer.Option("--json", help="In bytes, with every GPU's.")] = False,
+) -> None:
+    """How many bytes each GPU keeps, has, and receives when weights go from the trainer to its engines."""
+    from megatron_rl.resharding.command import Machines, of_options, of_recipe, report
+    from megatron_rl.resharding.report import Bandwidths
+
+    if recipe and not hf_config:
+        sides = of_recipe(recipe, overrides or [], gpus)
+    elif hf_config and not recipe:
+        sides = of_options(hf_config, trainer, engine)
+    else:
+        raise UserError("plan reshard: give a recipe, or --hf-config with --trainer and --engine")
+    machines = Machines(
+        gpus_per_node=gpus_per_node,
+        placement=placement,
+        across=across,
+        bucket_bytes=bucket_mb * 2**20,
+        bandwidths=Bandwidths(within=within_gb_s * 1e9, across=across_gb_s * 1e9),
+    )
+    typer.echo(report(sides, machines, as_json=as_json))
+
+
 @app.command()
 def replay(
     run: Annotated[Path, typer.Argument(help="A run directory.")],

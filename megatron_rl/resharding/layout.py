@@ -83,22 +83,3 @@ class Layout:
             order.append((seen[stage], stage, entry, layer))
             seen[stage] += 1
         return [(entry, layer) for _, _, entry, layer in sorted(order, key=lambda one: one[:2])]
-
-
-def engine_gpus(tensor: int, gpus: int, *, step: int = 1, first: int = 0) -> tuple[int, ...]:
-    """The GPUs of engines of `tensor` GPUs each, engine after engine: every `step`-th, so that `step` engines share a
-    block.
-
-    Args:
-        tensor: GPUs of an engine.
-        gpus: in all; a multiple of `tensor * step`.
-        step: SGLang's `--gpu-id-step`.
-        first: GPUs before it belong to no engine.
-    """
-    block = tensor * step
-    return tuple(
-        first + start + lane + place * step
-        for start in range(0, gpus, block)
-        for lane in range(step)
-        for place in range(tensor)
-    )

@@ -50,7 +50,7 @@ class Shape:
         """The output projection is a tensor of its own."""
         return not self.tied
 
-    def check_tensor_parallel(self, size: int) -> None:
+    def check_tensor_parallel(self, size: int, option: str = "trainer.tensor_parallel_size") -> None:
         """Refuse a TP size that doesn't divide what is split.
 
         Raises:
@@ -63,8 +63,7 @@ class Shape:
         ):
             if count % size and not (count == self.kv_heads and size % count == 0):
                 raise UserError(
-                    f"trainer.tensor_parallel_size: {size} does not divide {what} ({count}) of the model; "
-                    f"choose a divisor of {count}"
+                    f"{option}: {size} does not divide {what} ({count}) of the model; choose a divisor of {count}"
                 )
 
     def padded_vocab(self, tp_size: int) -> int:

@@ -6,7 +6,7 @@ its node, anywhere), and GPUs that hold the same bytes share the sending. Nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -263,12 +263,3 @@ class _Making:
 
 def _gpus(layout: Layout) -> Sequence[int]:
     return layout.gpus or range(layout.size)
-
-
-def moves_of(planned: Plan, rank: int) -> Iterator[NDArray[np.int64]]:
-    """The numbers of the moves that a GPU takes part in, bucket by bucket."""
-    mine = np.flatnonzero((planned.sender == rank) | (planned.receiver == rank))
-    bucket = np.array([slot.bucket for slot in planned.slots])[planned.slot[mine]]
-    edges = np.searchsorted(bucket, np.arange(planned.buckets + 1))
-    for start, end in zip(edges[:-1], edges[1:], strict=True):
-        yield mine[start:end]

@@ -18,7 +18,7 @@ def numbered(shape: Shape) -> dict[str, Tensor]:
     return tensors
 
 
-def megatron_shard(hf: dict[str, Tensor], shape: Shape, name: str, layer: int, rank: int, tp: int) -> Tensor:
+def megatron_shard(name: str, hf: dict[str, Tensor], shape: Shape, layer: int, rank: int, tp: int) -> Tensor:
     """What Megatron expects of a TP rank; padding of the vocabulary is 0."""
     block = f"model.layers.{layer}."
     if "linear_qkv" in name:
@@ -45,7 +45,7 @@ def megatron_shard(hf: dict[str, Tensor], shape: Shape, name: str, layer: int, r
     }[short]()
 
 
-def sglang_shard(hf: dict[str, Tensor], shape: Shape, name: str, layer: int, rank: int, tp: int) -> Tensor:
+def sglang_shard(name: str, hf: dict[str, Tensor], shape: Shape, layer: int, rank: int, tp: int) -> Tensor:
     """What SGLang's own loader leaves on a TP rank; padding of the vocabulary is 0."""
     block = f"model.layers.{layer}."
     if "qkv_proj" in name:

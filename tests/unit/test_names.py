@@ -37,7 +37,7 @@ def test_every_shard_is_what_megatron_expects(shape: Shape, tp: int) -> None:
     hf = numbered(shape)
     for rank in range(tp):
         for (name, layer), shard in filled(hf, shape, rank, tp).items():
-            assert torch.equal(shard, megatron_shard(hf, shape, name, layer, rank, tp)), (name, layer, rank)
+            assert torch.equal(shard, megatron_shard(name, hf, shape, layer, rank, tp)), (name, layer, rank)
 
 
 @pytest.mark.parametrize(("shape", "tp"), LAYOUTS)
