@@ -28,7 +28,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """A cut of one layer, taken by all GPUs of one TP rank of the target."""
+    """A cut of one layer, taken by all GPUs that keep it."""
 
     entry: Entry
     layer: int
@@ -126,13 +126,15 @@ def plan(
     """
     making = _Making(source, target, gpus_per_node, across, bucket_bytes)
     most = bucket_bytes // itemsize
-    found: dict[Entry, list[list[Cut]]] = {}
+    found: dict[Entry, dict[Cut, list[int]]] = {}
     for entry in entries(target.shape):
-        found[entry] = [cuts(entry, source, target, rank, most=most, unit=unit) for rank in range(target.tensor)]
+        keepers = found[entry] = {}  # TP ranks of the target: several, of what TP does not split
+        for rank in range(target.tensor):
+            for cut in cuts(entry, source, target, rank, most=most, unit=unit):
+                keepers.setdefault(cut, []).append(rank)
     for entry, layer in source.interleaved():
-        for rank, of_rank in enumerate(found[entry]):
-            for cut in of_rank:
-                making.take(entry, layer, rank, cut, cut.elements * itemsize)
+        for cut, ranks in found[entry].items():
+            making.take(entry, layer, tuple(ranks), cut, cut.elements * itemsize)
     return Plan(
         source=source,
         target=target,
@@ -180,14 +182,14 @@ class _Making:
         self.bucket = 0
         self._routes: dict[tuple[object, ...], _Routes] = {}
 
-    def take(self, entry: Entry, layer: int, tp_rank: int, cut: Cut, nbytes: int) -> None:
-        """Plan the moves of one cut of one layer."""
-        held_by = (self.source.stages_of(entry, layer), cut.holders)
-        wanted_by = (self.target.stages_of(entry, layer), tp_rank)
-        key = (held_by, wanted_by)
+    def take(self, entry: Entry, layer: int, keepers: tuple[int, ...], cut: Cut, nbytes: int) -> None:
+        """Plan the moves of one cut of one layer to some TP ranks."""
+        stages = (self.source.stages_of(entry, layer), self.target.stages_of(entry, layer))
+        key = (*stages, cut.holders, keepers)
         if key not in self._routes:
-            holders = sorted({gpu for holder in cut.holders for gpu in self.source.holders(held_by[0], holder)})
-            self._routes[key] = self._find(holders, sorted(self.target.holders(*wanted_by)))
+            holders = {gpu for rank in cut.holders for gpu in self.source.holders(stages[0], rank)}
+            wanting = {gpu for rank in keepers for gpu in self.target.holders(stages[1], rank)}
+            self._routes[key] = self._find(sorted(holders), sorted(wanting))
         routes = self._routes[key]
         first = len(self.senders)
         self._add(routes.local, routes.local, forwarded=False)
