@@ -313,7 +313,7 @@ class Run:
         try:
             write_tokens(directory / f"{LEFTOVER}{dist.get_rank():05d}.safetensors", self.collector.everything_left)
         except OSError as error:
-            raise UserError(f"{directory} could not be written: {error.strerror}; the checkpoint before stays") from None
+            raise UserError(f"{directory}: {error.strerror}; the checkpoint before stays") from None
         dist.barrier(self.groups.everyone)
 
     def _read_leftover(self, checkpoint: Path, state: RunState) -> Leftover:
