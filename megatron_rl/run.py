@@ -310,7 +310,10 @@ class Run:
     def _save_own(self, directory: Path) -> None:
         """Write what this rank alone has. A collective: after the directory is there, and before it counts."""
         dist.barrier(self.groups.everyone)
-        write_tokens(directory / f"{LEFTOVER}{dist.get_rank():05d}.safetensors", self.collector.everything_left)
+        try:
+            write_tokens(directory / f"{LEFTOVER}{dist.get_rank():05d}.safetensors", self.collector.everything_left)
+        except OSError as error:
+            raise UserError(f"{directory}: {error.strerror}; the checkpoint before stays") from None
         dist.barrier(self.groups.everyone)
 
     def _read_leftover(self, checkpoint: Path, state: RunState) -> Leftover:

@@ -45,7 +45,8 @@ def train(config: Config) -> bool:
                     metrics.merge(batch.metrics)
                     metrics.merge(run.trainer.train(batch))  # micro-batches → log-probs → loss → optimizer
             if config.rollout.async_steps and step < config.steps:  # ranks that only sample come here at once
-                with_engines(run, step + 1, partial(run.collector.collect_ahead, step + 1), sync=False)
+                ahead, finish = partial(run.collector.collect_ahead, step + 1), partial(run.finish_step, step, rollout)
+                with_engines(run, step + 1, ahead, sync=False, before_saving=partial(finish, metrics))
 
             run.finish_step(step, rollout, metrics)
             if run.evaluation_due():
@@ -64,13 +65,21 @@ def sync_weights(run: Run) -> None:
             run.push_weights()
 
 
-def with_engines(run: Run, step: int, act: Callable[[], T | None], *, sync: bool = True) -> tuple[T, MeanMetrics]:
+def with_engines(
+    run: Run,
+    step: int,
+    act: Callable[[], T | None],
+    *,
+    sync: bool = True,
+    before_saving: Callable[[], None] = lambda: None,
+) -> tuple[T, MeanMetrics]:
     """What `act` gives with engines that have the current weights; it gives None when all of them were lost meanwhile.
 
     Also how engines and trainer agree. An engine that was lost is started again by its leader, and gets its weights
-    with the others'. Without `sync` engines have weights that they are to go on with.
+    with the others'. Without `sync` engines have weights that they are to go on with. When one was lost too often the
+    run is saved, after `before_saving`, which makes it one between two steps.
     """
-    parity, between_steps = MeanMetrics(), sync
+    parity = MeanMetrics()
     while True:
         if sync:
             sync_weights(run)
@@ -80,8 +89,8 @@ def with_engines(run: Run, step: int, act: Callable[[], T | None], *, sync: bool
                     parity = run.parity.check(step)  # engine and trainer agree, or the run ends
                 result = act()
             except EnginesGoneError:
-                if between_steps:  # else the weights are of a step that is not finished
-                    run.save()
+                before_saving()
+                run.save()
                 raise
         if result is not None:
             return result, parity

@@ -37,13 +37,16 @@ class Rollout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Ahead:
-    """A step that was collected early, and how to begin it again from a checkpoint."""
+class _Start:
+    """What a step begins with; of one that was collected early: how to begin it again and come to the same."""
 
-    step: int
-    rollout: Rollout
-    all_of_it: Leftover
+    position: int
+    """Of the stream."""
+
+    leftover: Leftover
     rates: Rates
+    rounds: int
+    """That were drawn already."""
 
 
 class Collector:
@@ -61,7 +64,9 @@ class Collector:
         """Tokens and responses that the run's engines sampled, whatever became of them."""
 
         self._begun_anew = 0
-        self._ahead: _Ahead | None = None
+        self._rounds = 0
+        self._start: _Start | None = None  # of the step that is under way, or was collected early
+        self._ahead: tuple[int, Rollout] | None = None
 
     def collect(self, step: int) -> Rollout | None:
         """The groups of rollout step `step`. A collective; the same on every rank.
@@ -76,19 +81,28 @@ class Collector:
             UserError: too few answers could be graded, or the batch stays short and `rollout.when_short` is `raise`.
             EnginesGoneError: an engine was lost too often.
         """
-        if self._ahead and self._ahead.step == step:
-            rollout, self._ahead = self._ahead.rollout, None
-            return rollout
+        rollout: Rollout | None
+        if self._ahead and self._ahead[0] == step:
+            rollout, self._ahead = self._ahead[1], None
+        else:
+            rollout = self._collect(step)
+        if rollout:
+            self._start = None
+        return rollout
+
+    def _collect(self, step: int) -> Rollout | None:
         if self.sampler.ledger is None:
-            self._before = self.rates
+            self._start = self._next
             self._begin(step)
         ledger = self.sampler.busy()
         if not self.sampler.go_on():
             return None
         sampled = self.sampler.end(pause=self.config.rollout.partial)
-        self._all_of_it = leftover_of(ledger, sampled.groups, sampled.begun, first=0)
         passed = [sampled.groups[number] for number in range(ledger.passed)]
         self._check_grades(step, passed, sampled.work)
+        assert self._start
+        all_of_it = leftover_of(ledger, sampled.groups, sampled.begun, first=0)
+        self._start = replace(self._start, position=self.stream.position, leftover=all_of_it, rounds=ledger.rounds)
         self.rates = self.rates.after(ledger.completed(0, ledger.passed))
         if ledger.plan.surplus != "cancel":
             self.leftover = leftover_of(ledger, sampled.groups, sampled.begun)
@@ -105,30 +119,40 @@ class Collector:
 
     def collect_ahead(self, step: int) -> MeanMetrics | None:
         """Collect a later step, which `collect` then gives; as that, but for what it returns."""
-        rollout = self.collect(step)
+        rollout = self._collect(step)
         if rollout is None:
             return None
-        self._ahead = _Ahead(step=step, rollout=rollout, all_of_it=self._all_of_it, rates=self._before)
+        self._ahead = step, rollout
         return MeanMetrics()
 
     @property
+    def _next(self) -> _Start:
+        """What the next step begins with, or began with. If it is collected already: all that it was made of."""
+        return self._start or _Start(
+            position=self.stream.position, leftover=self.leftover, rates=self.rates, rounds=self._rounds
+        )
+
+    @property
     def everything_left(self) -> Leftover:
-        """What the next step begins with; if that is collected already, all that it was made of."""
-        return self._ahead.all_of_it if self._ahead else self.leftover
+        """What this rank has for the next step."""
+        return self._next.leftover
 
     def state(self) -> dict[str, Any]:
         """What the next step depends on, as JSON; the tokens of `everything_left` apart. The same on every rank."""
+        begins = self._next
         return {
-            "position": self.stream.position,
-            "rates": asdict(self._ahead.rates if self._ahead else self.rates),
+            "position": begins.position,
+            "rates": asdict(begins.rates),
+            "rounds": begins.rounds,
             "work": self.work,
-            "leftover": to_json(self.everything_left),
+            "leftover": to_json(begins.leftover),
         }
 
     def restore(self, state: Mapping[str, Any], leftover: Leftover) -> None:
         """Go on from `state`."""
         self.stream.position = state["position"]
         self.rates = Rates(**state["rates"])
+        self._rounds = state["rounds"]
         self.work = tuple(state["work"])
         self.leftover = leftover
 
@@ -150,7 +174,7 @@ class Collector:
 
         self._begun_anew = 0
         carried, held, begun = self._fresh_enough(step)
-        ledger = Ledger(plan=plan, rates=self.rates, draw=draw)
+        ledger = Ledger(plan=plan, rates=self.rates, draw=draw, rounds=self._rounds)
         ledger.begin(carried)
         task = Task(
             responses=rollout.responses_per_prompt,
@@ -159,7 +183,7 @@ class Collector:
             seed=self.config.seed,
         )
         self.sampler.begin(ledger, task, keeps=self._teaches, held=held, begun=begun)
-        self.leftover = NOTHING
+        self.leftover, self._rounds = NOTHING, 0
 
     def _fresh_enough(self, step: int) -> tuple[list[Carried], dict[int, Group], dict[int, Begun]]:
         """What is carried over. Draws that are too old are sampled anew, the finished ones too: to drop these, or only

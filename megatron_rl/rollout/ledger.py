@@ -164,6 +164,8 @@ class Ledger:
     """Draws so many further prompts; called alike on every leader."""
 
     rounds: int = 0
+    """That were drawn; not 0 at the beginning of a step that is begun again with all its draws."""
+
     over: bool = False
     failure: str = ""
     """Why it is over before its time."""
@@ -193,7 +195,7 @@ class Ledger:
             if entry.done is None and entry.engine < 0:
                 self._route(entry)
         self._take(draws)
-        if self.plan.wanted is not None:
+        if self.plan.wanted is not None and not self.rounds:
             self._draw_round()
         self._advance()
 
