@@ -11,6 +11,7 @@ from megatron_rl.algorithms.kl import KlEstimator
 from megatron_rl.algorithms.losses import LOSSES
 from megatron_rl.algorithms.weights import NORMALISATIONS
 from megatron_rl.presets import PRESETS
+from megatron_rl.resharding.options import ReshardConfig
 from megatron_rl.rollout.options import DETERMINISTIC_BACKENDS, RolloutConfig
 from megatron_rl.section import NotNegative, Positive, Seconds, Section, Seed
 from megatron_rl.training.options import TrainerConfig
@@ -262,6 +263,7 @@ class Config(Section):
     data: DataConfig
     rewards: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
+    reshard: ReshardConfig = ReshardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

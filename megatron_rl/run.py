@@ -21,13 +21,13 @@ from megatron_rl.files import replace_text
 from megatron_rl.inputs import Inputs, read_inputs
 from megatron_rl.phases import Phases
 from megatron_rl.resharding.hf_files import write_hf
-from megatron_rl.resharding.sync import push_weights, receive_weights, send_weights
+from megatron_rl.resharding.sides import engine_group
+from megatron_rl.resharding.sync import WeightSync
 from megatron_rl.rewards.pool import GraderPool
 from megatron_rl.rollout.collector import Collector, Rollout
 from megatron_rl.rollout.delivery import ALL, bring_groups, deliver
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.engines import NoEngine, make_engine
-from megatron_rl.rollout.groups import EngineGroup
 from megatron_rl.rollout.leftover import Leftover, write_tokens
 from megatron_rl.rollout.leftover import read as read_leftover
 from megatron_rl.rollout.parity import make_parity
@@ -49,7 +49,6 @@ from megatron_rl.training.checkpoint import (
 )
 from megatron_rl.training.elsewhere import TrainerElsewhere
 from megatron_rl.training.implementation import choose
-from megatron_rl.training.model import DTYPES
 from megatron_rl.training.objective import Objective
 from megatron_rl.training.sharing import Sharing
 from megatron_rl.training.trainer import Trainer
@@ -76,7 +75,8 @@ class Run:
         self.fixed, self.prompts, self.spec = given.fixed, given.data.prompts, given.spec
         self.heldout = given.heldout.prompts if given.heldout else ()
         self.step = 0
-        self.groups = setup.start(config)
+        self.engines = engine_group(config, self.spec.shape)
+        self.groups = setup.start(config, self.engines)
         Objective(loss=given.loss, algorithm=config.algorithm).try_out(cpu.device())
         self.leader = dist.get_rank() == 0
         self.progress = Progress(config.steps, quiet=not self.leader)
@@ -105,12 +105,7 @@ class Run:
     def _make_rollout(self, given: Inputs) -> None:
         """The engine of this rank's group, and what samples with all of them; nothing is started."""
         config, everyone, say = self.config, self.groups.everyone, self.progress.say
-        group = EngineGroup(
-            rank=dist.get_rank(),
-            size=config.rollout.tensor_parallel_size,
-            world=setup.world_size(),
-            first=setup.first_that_samples(config),
-        )
+        group = self.engines
         self.engine: Engine = cast(Engine, NoEngine())
         if group.rank >= group.first:
             self.engine = make_engine(
@@ -121,6 +116,7 @@ class Run:
                 vocabulary=given.vocabulary,
                 ranks=self.groups.engine,
             )
+        self.weights = WeightSync(config, given.spec.shape, given.vocabulary, self.groups, self.engine, group)
         wait = EngineWait(self.groups.store, group, timeout_s=config.rollout.heartbeat_timeout_s)
         self.parity = make_parity(config, self.prompts, given.vocabulary, self.engine, wait, say, everyone)
         self.pool = GraderPool(config.rewards)
@@ -206,16 +202,7 @@ class Run:
     def push_weights(self) -> None:
         """The trainer's current weights into all engines, and its scores of the parity probe. A collective."""
         trainer, version = self.trainer, self.trainer.updates_done
-        if not isinstance(trainer, Trainer):
-            assert self.groups.weights is not None
-            dtype = DTYPES[self.config.trainer.dtype]
-            receive_weights(
-                self.engine, self.spec.shape, version, self.groups.weights, dtype=dtype, device=cpu.device()
-            )
-        elif self.phases.separate:
-            send_weights(trainer.model, self.spec.shape, self.groups.weights)
-        else:
-            push_weights(trainer.model, self.spec.shape, self.engine, version=version)
+        self.weights.push(trainer.model if isinstance(trainer, Trainer) else (), version)
         self.parity.expect(self._of_trainer(trainer.score(self.parity.probe)), version=version)
 
     def kl_of_responses(self, groups: Sequence[Group]) -> list[float] | None:

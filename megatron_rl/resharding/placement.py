@@ -8,27 +8,21 @@ from typing import Literal
 from megatron_rl.resharding.layout import Layout
 from megatron_rl.resharding.pieces import Side
 from megatron_rl.resharding.plan import plan
+from megatron_rl.rollout.groups import EngineGroup
 
 Placement = Literal["consecutive", "aligned"]
 
 
 def engine_gpus(tensor: int, gpus: int, *, step: int = 1, first: int = 0) -> tuple[int, ...]:
-    """The GPUs of engines of `tensor` GPUs each, engine after engine: every `step`-th, so that `step` engines share a
-    block.
+    """The GPUs of engines of `tensor` GPUs each, engine after engine (see `EngineGroup`).
 
     Args:
         tensor: GPUs of an engine.
         gpus: in all; a multiple of `tensor * step`.
-        step: SGLang's `--gpu-id-step`.
+        step: from each GPU of an engine to its next.
         first: GPUs before it belong to no engine.
     """
-    block = tensor * step
-    return tuple(
-        first + start + lane + place * step
-        for start in range(0, gpus, block)
-        for lane in range(step)
-        for place in range(tensor)
-    )
+    return tuple(EngineGroup(rank=first, size=tensor, world=first + gpus, first=first, step=step).all_ranks())
 
 
 def aligned_step(source: Layout, tensor: int, *, gpus_per_node: int) -> int:

@@ -1,59 +1,148 @@
-"""The trainer's weights to an engine: the one call that the loop knows."""
+"""The trainer's weights to the engines: the one call that the loop knows."""
+
+from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
+from itertools import product
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
+from torch import Tensor
 
+from megatron_rl.config import Config
 from megatron_rl.resharding.gather import gather_hf
-from megatron_rl.resharding.names import Shape, hf_shapes
+from megatron_rl.resharding.layout import Layout
+from megatron_rl.resharding.names import Shape, hf_shapes, parameters
+from megatron_rl.resharding.pieces import Side, parts
+from megatron_rl.resharding.plan import plan
+from megatron_rl.resharding.shards import named_shards
+from megatron_rl.resharding.sides import trainer_layout
+from megatron_rl.resharding.transport import Transport
 from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.groups import EngineGroup
+from megatron_rl.training import cpu, setup
+from megatron_rl.training.model import DTYPES
 
 
-def push_weights(chunks: Collection[GPTModel], shape: Shape, engine: Engine, version: int) -> None:
-    """Bring the current weights to the engine of this rank. A collective: every rank calls it in the same step.
+class WeightSync:
+    """Brings the trainer's weights into all engines, as `reshard` in the config says."""
 
-    Args:
-        chunks: of the model, that this rank holds.
-        shape: of the whole model.
-        engine: the engine that this rank leads.
-        version: optimizer steps behind the weights.
-    """
-    engine.update_weights(gather_hf(chunks, shape), version)
+    def __init__(
+        self, config: Config, shape: Shape, vocabulary: int, groups: setup.Groups, engine: Engine, group: EngineGroup
+    ) -> None:
+        """Plan it.
 
+        Args:
+            config: of the run.
+            shape: of the model.
+            vocabulary: ids that an SGLang engine has; the embedded one has all.
+            groups: of the run's processes.
+            engine: this rank's, awake when weights are pushed.
+            group: the ranks that share it.
+        """
+        self.config, self.shape, self.groups, self.engine, self.group = config, shape, groups, engine, group
+        self.dtype = DTYPES[config.trainer.dtype]
+        side: Side = "sglang" if config.rollout.engine == "sglang" else "hf"
+        self.target = Layout(
+            side=side,
+            shape=replace(shape, vocab=vocabulary) if side == "sglang" else shape,
+            tensor=group.size,
+            data=group.engines,
+            gpus=tuple(group.all_ranks()),
+        )
+        self._transport: Transport | None = None
+        self._pushed = False
 
-def send_weights(chunks: Collection[GPTModel], shape: Shape, to: dist.ProcessGroup | None) -> None:
-    """Bring the current weights to ranks that only sample. A collective with `receive_weights` there.
+    def push(self, chunks: Collection[GPTModel], version: int) -> None:
+        """Bring the current weights to all engines. A collective of all ranks.
 
-    Args:
-        chunks: of the model, that this rank holds.
-        shape: of the whole model.
-        to: rank 0 and those ranks; None: this rank is another one.
-    """
-    for _, tensor in gather_hf(chunks, shape):
-        if to is not None:
-            dist.broadcast(tensor, src=0, group=to)
+        Args:
+            chunks: of the model, that this rank holds; none if it only samples.
+            version: optimizer steps behind the weights.
 
+        Raises:
+            RuntimeError: an engine has not loaded what was sent, or has other weights than by a gather; by name.
+        """
+        options = self.config.reshard
+        if options.method == "gather":
+            self._gather(chunks, version)
+            return
+        self._carry(
+            chunks, version, verify=options.verify == "always" or (options.verify == "first" and not self._pushed)
+        )
+        if options.verify != "never" and not self._pushed:
+            self._compare(chunks, version)
+        self._pushed = True
 
-def receive_weights(
-    engine: Engine, shape: Shape, version: int, group: dist.ProcessGroup, *, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Take what `send_weights` sends, one whole tensor after another, into the engine of this rank.
+    def _carry(self, chunks: Collection[GPTModel], version: int, *, verify: bool) -> None:
+        held = {(shard.entry.megatron, shard.layer): shard.parameter.data for shard in named_shards(chunks, self.shape)}
+        transport = self._carrier()
+        transport.verify = verify
+        numbers, digests = list[int](), list[Tensor]()
+        self.engine.begin_update()
+        for slices in transport.run(lambda name, layer: held[name, layer]):
+            digests.append(self.engine.load(slices, read_back=verify))
+            numbers += slices.numbers
+        self.engine.end_update(version)
+        if verify:
+            transport.check(numbers, torch.cat(digests))
 
-    Args:
-        engine: it.
-        shape: of the whole model.
-        version: optimizer steps behind the weights.
-        group: rank 0 and the ranks that only sample.
-        dtype: of the weights.
-        device: of this rank.
-    """
+    def _carrier(self) -> Transport:
+        if self._transport is None:
+            options = self.config.reshard
+            planned = plan(
+                trainer_layout(self.config, self.shape, setup.trainers(self.config)),
+                self.target,
+                itemsize=self.dtype.itemsize,
+                gpus_per_node=setup.ranks_per_node(),
+                across=options.across_nodes,
+                bucket_bytes=options.bucket_mb * 2**20,
+            )
+            self._transport = Transport(
+                planned,
+                self.groups.everyone,
+                dtype=self.dtype,
+                device=cpu.device(),
+                allocate=self.engine.buffer,
+                verify=False,
+            )
+        return self._transport
 
-    def received() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, size in hf_shapes(shape).items():
-            tensor = torch.empty(size, dtype=dtype, device=device)
-            dist.broadcast(tensor, src=0, group=group)
+    def _compare(self, chunks: Collection[GPTModel], version: int) -> None:
+        """The same update once more, by a gather, and by the engine's own reading of HF names."""
+        names = list(self._names())
+        planned = self.engine.digests(names)
+        self._gather(chunks, version)
+        for name, here, gathered in zip(names, planned, self.engine.digests(names), strict=True):
+            if here != gathered:
+                raise RuntimeError(
+                    f"reshard: {name} of engine {self.group.number}, on rank {self.group.rank}, has other values by "
+                    "the plan than by a gather: the table of names is wrong for it; set reshard.method to gather"
+                )
+
+    def _names(self) -> Iterator[str]:
+        """Of the parameters of this rank's engine."""
+        for (entry, layer), rank in product(parameters(self.target.shape), range(self.target.tensor)):
+            if self.group.rank in self.target.holders((0,), rank):
+                for part in parts(self.target.side, entry, self.target.shape, rank, self.target.tensor):
+                    yield part.name.format(layer=layer)
+
+    def _gather(self, chunks: Collection[GPTModel], version: int) -> None:
+        separate = self.config.rollout.placement == "separate"
+        if not separate:
+            self.engine.update_weights(gather_hf(chunks, self.shape), version)
+        elif chunks:
+            for _, tensor in gather_hf(chunks, self.shape):
+                if self.groups.weights is not None:
+                    dist.broadcast(tensor, src=0, group=self.groups.weights)
+        else:
+            self.engine.update_weights(self._received(), version)
+
+    def _received(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors from rank 0, one after another."""
+        for name, size in hf_shapes(self.shape).items():
+            tensor = torch.empty(size, dtype=self.dtype, device=cpu.device())
+            dist.broadcast(tensor, src=0, group=self.groups.weights)
             yield name, tensor
-
-    engine.update_weights(received(), version)

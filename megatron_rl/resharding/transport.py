@@ -16,26 +16,10 @@ from megatron_rl.resharding.engine_side.megatron_rl_loader import PADDING, diges
 from megatron_rl.resharding.names import parameters
 from megatron_rl.resharding.pieces import parts
 from megatron_rl.resharding.plan import ALIGNMENT, Plan
+from megatron_rl.resharding.slices import Slices
 
 Read = Callable[[str, int], Tensor]
 """The tensor of a name, with `{layer}` in it, and a layer, that this rank holds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slices:
-    """What came for this rank, and where in its engine's parameters it belongs."""
-
-    bucket: Tensor
-    """Bytes."""
-
-    names: list[str]
-    """Of the parameters that are spoken of."""
-
-    moves: Tensor
-    """See `engine_side.megatron_rl_loader.apply`."""
-
-    numbers: list[int]
-    """The plan's moves that they are; −1: padding."""
 
 
 @dataclass

@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from megatron_rl.algorithms.policy import policy_logits
+from megatron_rl.resharding.engine_side.megatron_rl_loader import apply, digest
+from megatron_rl.resharding.slices import Slices
 from megatron_rl.rollout.engine import Answer, Request, Sampling
 from megatron_rl.training import cpu
 from megatron_rl.types import FinishReason, Response
@@ -66,13 +68,35 @@ class EmbeddedEngine:
             raise RuntimeError("the engine is not started")
         return self._model
 
-    @torch.no_grad()
-    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See `Engine`. Raises RuntimeError when a tensor is unknown or one is missing."""
+    def begin_update(self) -> None:
+        """See `Engine`."""
         if self._asleep:
             raise RuntimeError("update_weights: the engine sleeps; wake it first")
         self._usable = False
         self._drop()
+
+    def buffer(self, size: int) -> Tensor:
+        """See `Engine`."""
+        return torch.empty(size, dtype=torch.uint8, device=cpu.device())
+
+    def load(self, slices: Slices, *, read_back: bool) -> Tensor:
+        """See `Engine`."""
+        known = dict(self._running().named_parameters())
+        return apply([known[name] for name in slices.names], slices.moves, slices.bucket, read_back=read_back)
+
+    def digests(self, names: Sequence[str]) -> list[int]:
+        """See `Engine`."""
+        known = dict(self._running().named_parameters())
+        return [int(digest(known[name].data)) for name in names]
+
+    def end_update(self, version: int) -> None:
+        """See `Engine`."""
+        self.version, self._usable = version, True
+
+    @torch.no_grad()
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See `Engine`. Raises RuntimeError when a tensor is unknown or one is missing."""
+        self.begin_update()
         targets = dict(self._running().named_parameters())
         for name, tensor in tensors:
             if name not in targets:
@@ -82,7 +106,7 @@ class EmbeddedEngine:
             targets.pop(name).copy_(tensor)
         if targets:
             raise RuntimeError(f"update_weights: {next(iter(targets))} was not sent")
-        self.version, self._usable = version, True
+        self.end_update(version)
 
     def sleep(self) -> None:
         """See `Engine`."""

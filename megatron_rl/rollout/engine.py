@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron_rl.errors import UserError
+from megatron_rl.resharding.slices import Slices
 from megatron_rl.types import Response
 
 POLL_S = 1.0
@@ -102,6 +103,25 @@ class Engine(Generates, Protocol):
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights by whole tensors in HF names, and forget every key and value of the old ones."""
+
+    def begin_update(self) -> None:
+        """Before new weights come by `load`, bucket after bucket; the engine is awake."""
+
+    def buffer(self, size: int) -> Tensor:
+        """So many bytes that `load` can be given: of memory that the engine can read."""
+
+    def load(self, slices: Slices, *, read_back: bool) -> Tensor:
+        """Write slices into the parameters of this rank.
+
+        Returns:
+            The digest of each, as it is in the parameter now, `[slices]`; `[0]` if they aren't wanted.
+        """
+
+    def digests(self, names: Sequence[str]) -> list[int]:
+        """Those of whole parameters of this rank."""
+
+    def end_update(self, version: int) -> None:
+        """After the last bucket: all weights are new; forget every key and value of the old ones."""
 
     def sleep(self) -> None:
         """Give back the memory of weights and cache. Again does nothing."""

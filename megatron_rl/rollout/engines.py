@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
+import torch
 import torch.distributed as dist
 
 from megatron_rl.config import Config
+from megatron_rl.resharding.slices import Slices
 from megatron_rl.rollout.embedded import EmbeddedEngine
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.groups import EngineGroup
@@ -19,13 +23,33 @@ class NoEngine:
     def start(self) -> None:
         """Nothing."""
 
-    update_weights = submit = poll = abort = score = restart = None
+    submit = poll = abort = score = restart = None
+
+    def buffer(self, size: int) -> torch.Tensor:
+        """Nothing comes to this rank."""
+        return torch.empty(size, dtype=torch.uint8)
+
+    def load(self, slices: Slices, *, read_back: bool) -> torch.Tensor:
+        """Nothing."""
+        return torch.empty(0, dtype=torch.int64)
+
+    def digests(self, names: Sequence[str]) -> list[int]:
+        """Of no parameters."""
+        return []
+
+    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Take part in the gather."""
+        for _ in tensors:
+            continue
+
+    def end_update(self, version: int) -> None:
+        """Nothing."""
 
     def health(self) -> bool:
         """It never can."""
         return False
 
-    sleep = wake = resume = stop = start
+    sleep = wake = resume = stop = begin_update = start
 
 
 def make_engine(

@@ -1,8 +1,9 @@
-"""Which ranks share an engine: consecutive ones, never across nodes. The first of them leads it."""
+"""Which ranks share an engine: consecutive ones or every n-th, never across nodes. The first of them leads it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from megatron_rl.errors import UserError
 
@@ -23,10 +24,14 @@ class EngineGroup:
     first: int = 0
     """Ranks before it only train, and belong to no engine."""
 
+    step: int = 1
+    """From each rank of an engine to its next: so many engines share a block of consecutive ranks."""
+
     @property
     def number(self) -> int:
         """Which engine this rank belongs to, from 0; negative: to none."""
-        return (self.rank - self.first) // self.size
+        block, place = divmod(self.rank - self.first, self.size * self.step)
+        return block * self.step + place % self.step
 
     @property
     def engines(self) -> int:
@@ -36,17 +41,23 @@ class EngineGroup:
     @property
     def leads(self) -> bool:
         """Whether this rank talks to the engine."""
-        return self.rank >= self.first and (self.rank - self.first) % self.size == 0
+        return self.rank >= self.first and self.rank == self.leader_of(self.number)
 
     def leader_of(self, engine: int) -> int:
         """The rank that leads an engine."""
-        return self.first + engine * self.size
+        block, lane = divmod(engine, self.step)
+        return self.first + block * self.size * self.step + lane
 
     @property
     def ranks(self) -> range:
         """The ranks of this rank's engine, its leader first."""
         first = self.leader_of(self.number)
-        return range(first, first + self.size)
+        return range(first, first + self.size * self.step, self.step)
+
+    def all_ranks(self) -> Iterator[int]:
+        """The ranks of all engines, engine after engine."""
+        for engine in range(self.engines):
+            yield from replace(self, rank=self.leader_of(engine)).ranks
 
 
 def check_engine_groups(size: int, world: int, per_node: int, first: int = 0) -> None:

@@ -10,12 +10,18 @@ import torch.distributed as dist
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.resharding.names import Shape
+from megatron_rl.rollout.groups import EngineGroup
 from megatron_rl.training import cpu
 
 
 def world_size() -> int:
     """Processes that torchrun started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """Number of this process among them."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def ranks_per_node() -> int:
@@ -93,9 +99,14 @@ class Groups:
     """The ranks that share this rank's engine, when it is not alone with one."""
 
 
-def start(config: Config) -> Groups:
+def start(config: Config, engines: EngineGroup | None = None) -> Groups:
     """Join the process group that torchrun describes (or a world of one); set up Megatron's parallel state on those of
-    its ranks that train."""
+    its ranks that train.
+
+    Args:
+        config: of the run.
+        engines: which ranks share one.
+    """
     cpu.install()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -108,7 +119,7 @@ def start(config: Config) -> Groups:
     else:
         dist.init_process_group(cpu.backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     store = dist.distributed_c10d._get_default_store()
-    everyone, engine = dist.distributed_c10d._get_default_group(), _of_this_engine(config, timeout)
+    everyone, engine = dist.distributed_c10d._get_default_group(), _of_this_engine(engines, timeout)
     groups = Groups(everyone=everyone, store=store, engine=engine)
     if config.rollout.placement == "separate":
         groups = _separate(groups, trainers(config), timeout)
@@ -126,14 +137,13 @@ def start(config: Config) -> Groups:
     return groups
 
 
-def _of_this_engine(config: Config, timeout: datetime.timedelta) -> dist.ProcessGroup | None:
+def _of_this_engine(engines: EngineGroup | None, timeout: datetime.timedelta) -> dist.ProcessGroup | None:
     """Make the groups of all engines on all ranks, before ranks have others: torch names one by how many there are."""
-    size = config.rollout.tensor_parallel_size
-    if size == 1:
+    if engines is None or engines.size == 1:
         return None
-    leaders = range(first_that_samples(config), dist.get_world_size(), size)
-    engines = [list(range(leader, leader + size)) for leader in leaders]
-    mine: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(engines, timeout=timeout, backend="gloo")[0]
+    ranks = list(engines.all_ranks())
+    of_each = [ranks[start : start + engines.size] for start in range(0, len(ranks), engines.size)]
+    mine: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(of_each, timeout=timeout, backend="gloo")[0]
     return mine
 
 

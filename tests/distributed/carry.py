@@ -20,7 +20,8 @@ from megatron_rl.resharding.layout import Layout
 from megatron_rl.resharding.names import Shape, parameters
 from megatron_rl.resharding.placement import engine_gpus
 from megatron_rl.resharding.plan import Plan, plan
-from megatron_rl.resharding.transport import Slices, Transport
+from megatron_rl.resharding.slices import Slices
+from megatron_rl.resharding.transport import Transport
 from tests.cases.sharded import megatron_shard, numbered, sglang_shard
 
 SHAPE = Shape(
