@@ -12,6 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_rl.config import Config
+from megatron_rl.errors import UserError
 from megatron_rl.resharding.gather import gather_hf
 from megatron_rl.resharding.layout import Layout
 from megatron_rl.resharding.names import Shape, hf_shapes, parameters
@@ -63,7 +64,7 @@ class WeightSync:
             version: optimizer steps behind the weights.
 
         Raises:
-            RuntimeError: an engine has not loaded what was sent, or has other weights than by a gather; by name.
+            UserError: an engine has not loaded what was sent, or has other weights than by a gather; by name.
         """
         options = self.config.reshard
         if options.method == "gather":
@@ -117,7 +118,7 @@ class WeightSync:
         self._gather(chunks, version)
         for name, here, gathered in zip(names, planned, self.engine.digests(names), strict=True):
             if here != gathered:
-                raise RuntimeError(
+                raise UserError(
                     f"reshard: {name} of engine {self.group.number}, on rank {self.group.rank}, has other values by "
                     "the plan than by a gather: the table of names is wrong for it; set reshard.method to gather"
                 )

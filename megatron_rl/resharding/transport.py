@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.errors import UserError
 from megatron_rl.resharding.cuts import Cut, padding
 from megatron_rl.resharding.engine_side.megatron_rl_loader import PADDING, digest, rectangle
 from megatron_rl.resharding.names import parameters
@@ -96,13 +97,13 @@ class Transport:
             digests: of each, as the engine read it back.
 
         Raises:
-            RuntimeError: naming the tensor, the slice and the ranks.
+            UserError: naming the tensor, the slice and the ranks.
         """
         expected = self._exchange()
         for number, found in zip(numbers, digests.tolist(), strict=True):
             if number >= 0 and expected[number] != found:
                 slot = self.plan.slots[self.plan.slot[number]]
-                raise RuntimeError(
+                raise UserError(
                     f"reshard: {str(slot.cut).format(layer=slot.layer)} from rank {self.plan.sender[number]} is not "
                     f"what rank {self.rank} loaded into {slot.cut.target.tensor.format(layer=slot.layer)} (row "
                     f"{slot.cut.target.row}, column {slot.cut.target.column})"

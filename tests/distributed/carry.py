@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.errors import UserError
 from megatron_rl.resharding.engine_side.megatron_rl_loader import apply
 from megatron_rl.resharding.layout import Layout
 from megatron_rl.resharding.names import Shape, parameters
@@ -96,7 +97,7 @@ def carry(planned: Plan, times: int, spoil: Spoil = lambda slices: slices) -> li
             numbers += slices.numbers
         try:
             transport.check(numbers, torch.cat(digests))
-        except RuntimeError as error:
+        except UserError as error:
             found.append(str(error))
         for (name, layer), tensor in wanted.items():
             if not torch.equal(engine[name.format(layer=layer)], tensor):

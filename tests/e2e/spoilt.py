@@ -1,11 +1,10 @@
 """`megatron-rl` with an embedded engine that does one thing wrong: `python -m tests.e2e.spoilt WHAT WHEN train ...`.
 
-It is the real engine; what is wrong is done to the tensors on their way into it, and only in its WHEN-th update.
+It is the real engine; what is wrong is done to its parameters when they have come, and only in its WHEN-th update.
 """
 
 import os
 import sys
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -33,13 +32,17 @@ class Spoilt(embedded.EmbeddedEngine):
         for parameter in self._running().parameters():
             parameter.data.fill_(torch.nan)
 
-    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Update, spoilt or not, and say whether all weights are finite."""
+    def end_update(self, version: int) -> None:
+        """Spoil the update, or not, and say whether all weights are finite."""
         self.updates += 1
-        new = {name: tensor.clone() for name, tensor in tensors}
-        super().update_weights((self._spoilt(new) if self.updates == self.when else new).items(), version)
+        parameters = dict(self._running().named_parameters())
+        new = {name: parameter.data.clone() for name, parameter in parameters.items()}
+        if self.updates == self.when:
+            for name, tensor in self._spoilt(new).items():
+                parameters[name].data.copy_(tensor)
         self.old = new
-        finite = all(bool(parameter.isfinite().all()) for parameter in self._running().parameters())
+        super().end_update(version)
+        finite = all(bool(parameter.isfinite().all()) for parameter in parameters.values())
         print(f"rank {os.environ.get('RANK', 0)}, update {self.updates}: finite {finite}", flush=True)
 
     def _spoilt(self, new: dict[str, Tensor]) -> dict[str, Tensor]:
