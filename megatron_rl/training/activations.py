@@ -122,15 +122,13 @@ def _attention_again(sizes: Sizes) -> int:
 
 
 def _norms_of_heads(sizes: Sizes, *, projected_is_kept: bool) -> int:
-    """What the norms of queries and keys keep: as `_norm`, but that in fp32 their inputs are not copied for them. Those
-    are what the projection made, and queries again where several groups had keys and values between them."""
+    """What the norms of queries and keys keep: as `_norm`, but that fp32 inputs are no copies made for them. Those are
+    what the projection made, and queries once more where the keys and values of several groups lay between them."""
     columns = sizes.query + sizes.key
-    if sizes.number < FLOAT32:
-        inputs = columns * FLOAT32
-    else:
+    inputs = columns
+    if sizes.number == FLOAT32:
         inputs = (0 if projected_is_kept else sizes.projected) + (sizes.query if sizes.key_heads > 1 else 0)
-        inputs *= sizes.number
-    return sizes.tokens * (inputs + columns * sizes.number + (sizes.heads + sizes.key_heads) * FLOAT32)
+    return sizes.tokens * (columns * sizes.number + (inputs + sizes.heads + sizes.key_heads) * FLOAT32)
 
 
 def _mlp(sizes: Sizes) -> int:
