@@ -1,11 +1,11 @@
-"""A tiny Qwen2 with dimensions that are all distinct, and the smallest config of a run; shared by the tests."""
+"""Tiny models with dimensions that are all distinct, and the smallest config of a run; shared by the tests."""
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from megatron_rl.config import Config
 from megatron_rl.demo.task import EOS_ID, build_tokenizer
@@ -16,11 +16,23 @@ SHAPE = Shape(layers=3, hidden=40, heads=10, kv_heads=2, head_dim=6, intermediat
 """Grouped heads, a head size that is not hidden / heads, a vocabulary that neither TP 2 nor TP 4 divides."""
 
 TIED = replace(SHAPE, tied=True)
+QWEN3 = replace(TIED, family="qwen3", kv_heads=1)
+LLAMA = replace(SHAPE, family="llama")
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e8,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Of the three pairs of a head of 6, it leaves one as it is, smooths one, and slows one down by the factor."""
 
 
-def qwen2_config(shape: Shape = SHAPE, **fields: Any) -> Qwen2Config:
+def hf_config(shape: Shape = SHAPE, **fields: Any) -> PreTrainedConfig:
     """The Hugging Face config of a model of `shape`."""
-    return Qwen2Config(
+    return AutoConfig.for_model(
+        shape.family,
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -33,9 +45,9 @@ def qwen2_config(shape: Shape = SHAPE, **fields: Any) -> Qwen2Config:
     )
 
 
-def random_model(shape: Shape = SHAPE, seed: int = 0, **fields: Any) -> Qwen2ForCausalLM:
+def random_model(shape: Shape = SHAPE, seed: int = 0, **fields: Any) -> PreTrainedModel:
     """A model whose every parameter matters: biases that are not 0, norms that are not 1, logits well apart."""
-    model = Qwen2ForCausalLM(qwen2_config(shape, **fields)).eval().requires_grad_(False)
+    model = AutoModelForCausalLM.from_config(hf_config(shape, **fields)).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -43,7 +55,7 @@ def random_model(shape: Shape = SHAPE, seed: int = 0, **fields: Any) -> Qwen2For
     return model
 
 
-def write_model(directory: Path, shape: Shape = SHAPE, seed: int = 0, **fields: Any) -> Qwen2ForCausalLM:
+def write_model(directory: Path, shape: Shape = SHAPE, seed: int = 0, **fields: Any) -> PreTrainedModel:
     """Write a random model with the demo's tokenizer (23 tokens) as a Hugging Face directory, and return it."""
     model = random_model(shape, seed, **fields)
     model.generation_config = GenerationConfig(eos_token_id=EOS_ID, bos_token_id=1, pad_token_id=0)

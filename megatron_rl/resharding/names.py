@@ -145,7 +145,7 @@ _INPUT_NORM = Entry(
     hf=(_hf(_HF_LAYER + "input_layernorm.weight", "hidden"),),
     fusion="whole",
 )
-_QKV = Entry(
+QKV = Entry(
     megatron=_LAYER + "self_attention.linear_qkv.weight",
     sglang=_HF_ATTENTION + "qkv_proj.weight",
     hf=(
@@ -177,7 +177,7 @@ _K_NORM = Entry(
     hf=(_hf(_HF_ATTENTION + "k_norm.weight", "head_dim"),),
     fusion="whole",
 )
-_PROJECTION = Entry(
+PROJECTION = Entry(
     megatron=_LAYER + "self_attention.linear_proj.weight",
     sglang=_HF_ATTENTION + "o_proj.weight",
     hf=(_hf(_HF_ATTENTION + "o_proj.weight", "hidden", "query"),),
@@ -215,9 +215,9 @@ _FINAL_NORM = Entry(
 )
 
 FAMILIES: dict[Family, tuple[Entry, ...]] = {
-    "qwen2": (EMBEDDING, _INPUT_NORM, _QKV, _QKV_BIAS, _PROJECTION, *_MLP, _FINAL_NORM, OUTPUT),
-    "qwen3": (EMBEDDING, _INPUT_NORM, _QKV, _Q_NORM, _K_NORM, _PROJECTION, *_MLP, _FINAL_NORM, OUTPUT),
-    "llama": (EMBEDDING, _INPUT_NORM, _QKV, _PROJECTION, *_MLP, _FINAL_NORM, OUTPUT),
+    "qwen2": (EMBEDDING, _INPUT_NORM, QKV, _QKV_BIAS, PROJECTION, *_MLP, _FINAL_NORM, OUTPUT),
+    "qwen3": (EMBEDDING, _INPUT_NORM, QKV, _Q_NORM, _K_NORM, PROJECTION, *_MLP, _FINAL_NORM, OUTPUT),
+    "llama": (EMBEDDING, _INPUT_NORM, QKV, PROJECTION, *_MLP, _FINAL_NORM, OUTPUT),
 }
 """The lines of each family, in the order of the forward pass."""
 

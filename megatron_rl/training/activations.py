@@ -39,7 +39,13 @@ class Sizes:
 
     key: int
     inner: int
+    projected: int
+    """Columns of queries, keys and values as they are split: of all ranks where TP has more of them than key heads."""
+
     heads: int
+    """Query heads on this TP rank, and key heads."""
+
+    key_heads: int
     number: int
     """Bytes of a number."""
 
@@ -48,15 +54,18 @@ class Sizes:
         """Those of a micro-batch with responses of these padded lengths, in tokens (`MicroBatch.lengths`)."""
         tp, cp = trainer.tensor_parallel_size, trainer.context_parallel_size
         tokens = sum(lengths) // cp
+        key_heads = max(shape.kv_heads // tp, 1)
         return cls(
             tokens=tokens,
             residual_tokens=tokens // tp if trainer.sequence_parallel else tokens,
             context=sum(lengths),
             pairs=sum(length * length // cp for length in lengths) if cp > 1 else 0,
             query=shape.query // tp,
-            key=shape.key // tp,
+            key=key_heads * shape.head_dim,
             inner=shape.intermediate // tp,
+            projected=(shape.query + 2 * shape.key) // (1 if tp > shape.kv_heads else tp),
             heads=shape.heads // tp,
+            key_heads=key_heads,
             number=DTYPE_BYTES[trainer.dtype],
         )
 
@@ -69,9 +78,11 @@ def layer_bytes(shape: Shape, trainer: TrainerConfig, sizes: Sizes, *, recompute
     again = memory.recompute_modules if recompute and memory.recompute == "selective" else ()
     norm = _norm(shape, sizes) + _input(shape, sizes)
     attention = _attention_again(sizes) if "core_attn" in again else _attention(sizes)
+    if shape.family == "qwen3":
+        attention += _norms_of_heads(sizes, projected_is_kept="core_attn" in again)
     rotary = 4 * sizes.tokens * shape.head_dim * sizes.number  # cosines and sines, for queries and for keys
-    projected = sizes.tokens * sizes.query * sizes.number  # the input of the output projection
-    return 2 * norm + rotary + attention + projected + (0 if "mlp" in again else _mlp(sizes))
+    output = sizes.tokens * sizes.query * sizes.number  # the input of the output projection
+    return 2 * norm + rotary + attention + output + (0 if "mlp" in again else _mlp(sizes))
 
 
 def ends_bytes(shape: Shape, trainer: TrainerConfig, sizes: Sizes, *, first: bool, last: bool) -> int:
@@ -107,7 +118,17 @@ def _attention(sizes: Sizes) -> int:
 
 def _attention_again(sizes: Sizes) -> int:
     """Queries and keys turned by their positions, and the values, which are a view of what the projection made."""
-    return sizes.tokens * (2 * sizes.query + 3 * sizes.key) * sizes.number
+    return sizes.tokens * (sizes.query + sizes.key + sizes.projected) * sizes.number
+
+
+def _norms_of_heads(sizes: Sizes, *, projected_is_kept: bool) -> int:
+    """What the norms of queries and keys keep: as `_norm`, but that fp32 inputs are no copies made for them. Those are
+    what the projection made, and queries once more where the keys and values of several groups lay between them."""
+    columns = sizes.query + sizes.key
+    inputs = columns
+    if sizes.number == FLOAT32:
+        inputs = (0 if projected_is_kept else sizes.projected) + (sizes.query if sizes.key_heads > 1 else 0)
+    return sizes.tokens * (columns * sizes.number + (inputs + sizes.heads + sizes.key_heads) * FLOAT32)
 
 
 def _mlp(sizes: Sizes) -> int:

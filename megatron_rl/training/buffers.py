@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.resharding.names import EMBEDDING, Entry, Shape, parameters, stage_of
+from megatron_rl.resharding.names import EMBEDDING, PROJECTION, QKV, Entry, Shape, parameters, stage_of
 from megatron_rl.resharding.pieces import shard_shape
 from megatron_rl.training.options import TrainerConfig
 
@@ -99,10 +99,11 @@ def _chunk_of(entry: Entry, layer: int, shape: Shape, stages: int, chunks: int) 
 
 def _as_registered(forward: Sequence[Entry]) -> list[Entry]:
     """Forward order, but that Megatron's attention makes its output projection before that of its input."""
-    entries = list(forward)
-    for number, entry in enumerate(entries):
-        if entry.fusion == "columns" and entries[number - 1].fusion == "qkv":  # behind the weight and the bias
-            entries.insert(number - 2, entries.pop(number))
+    entries: list[Entry] = []
+    for entry in forward:
+        if entry is QKV:
+            input_projection = len(entries)
+        entries.insert(input_projection if entry is PROJECTION else len(entries), entry)
     return entries
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from megatron_rl.errors import UserError
-from megatron_rl.resharding.names import Shape
+from megatron_rl.resharding.names import FAMILIES, Family, Shape
 
 Default = TypeVar("Default")
 
@@ -21,6 +21,16 @@ _BOOKKEEPING = frozenset(
     "output_hidden_states return_dict chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type".split()
 )
 
+_FIXED: dict[Family, dict[str, Any]] = {
+    "qwen2": {"use_sliding_window": False, "use_mrope": False},
+    "qwen3": {"use_sliding_window": False, "attention_bias": False},
+    "llama": {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
+}
+"""Fields of each family of which one value is implemented: what transformers takes where they are missing."""
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Fields of `rope_type: llama3` that Megatron has as constants."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
@@ -29,6 +39,9 @@ class ModelSpec:
     shape: Shape
     norm_eps: float
     rope_theta: float
+    rope_factor: float | None
+    """Llama 3.1 turns its slow pairs so many times more slowly (`rope_type: llama3`); None: it does not."""
+
     max_positions: int | None
     """Longest sequence that the model is meant for, in tokens, if config.json says so."""
 
@@ -36,51 +49,39 @@ class ModelSpec:
     """Sampling one of them ends a response: those of config.json and of generation_config.json."""
 
 
-def read_model_spec(directory: Path) -> ModelSpec:
-    """The architecture of the HF checkpoint in `directory`.
+def read_model_spec(path: Path) -> ModelSpec:
+    """The architecture of the HF checkpoint in a directory, or of a config.json alone, whatever the file's name.
 
     Raises:
         UserError: no such directory or config.json, an unknown architecture, a field of a wrong type, a field with a
             meaning that is not implemented.
     """
-    if not os.path.isdir(directory):  # unlike Path.is_dir, False for what cannot even be looked at
-        raise UserError(f"model.path: {directory} is not a directory")
-    where = directory / "config.json"
-    take = _Fields(_read_json(where), str(where))
-    if take("model_type") != "qwen2":
-        take.refuse("model_type", "is not supported; qwen2 (Qwen2, Qwen2.5) is")
-    heads, hidden = take.size("num_attention_heads"), take.size("hidden_size")
-    shape = Shape(
-        layers=take.size("num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=take.size("num_key_value_heads", heads),
-        head_dim=take.size("head_dim", hidden // heads),
-        intermediate=take.size("intermediate_size"),
-        vocab=take.size("vocab_size"),
-        tied=take.flag("tie_word_embeddings", False),
+    where, generation = (
+        (path, None) if os.path.isfile(path) else (path / "config.json", path / "generation_config.json")
     )
-    if heads % shape.kv_heads:
-        raise UserError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads")
-    if "head_dim" not in take.fields and hidden % heads:
-        raise UserError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}; set head_dim")
-    if shape.head_dim % 2:
-        raise UserError(f"{where}: head_dim {shape.head_dim} is odd; rotary positions turn pairs")
+    if generation and not os.path.isdir(path):  # unlike Path.is_dir, False for what cannot even be looked at
+        raise UserError(f"model.path: {path} is not a directory")
+    take = _Fields(_read_json(where), str(where))
+    family = take("model_type")
+    if not (isinstance(family, str) and family in FAMILIES):
+        take.refuse("model_type", f"is not supported; {', '.join(FAMILIES)} are")
+    theta, factor = _rope(take)
+    shape = _shape(take, family)
     spec = ModelSpec(
         shape=shape,
         norm_eps=take.positive("rms_norm_eps", 1e-6),
-        rope_theta=_rope_theta(take),
+        rope_theta=theta,
+        rope_factor=factor,
         max_positions=take.size("max_position_embeddings", None),
-        eos_token_ids=take.token_ids("eos_token_id") | _generation_eos(directory / "generation_config.json"),
+        eos_token_ids=take.token_ids("eos_token_id") | _generation_eos(generation),
     )
-    take.require("hidden_act", "silu")
-    take.require("attention_dropout", 0.0)
-    take.require("use_sliding_window", False)
-    take.require("use_mrope", False)
+    for key, only in ({"hidden_act": "silu", "attention_dropout": 0.0} | _FIXED[family]).items():
+        take.require(key, only)
     padding = take("pad_token_id", None)
     if padding is not None and not (type(padding) is int and -shape.vocab <= padding < shape.vocab):
         take.refuse("pad_token_id", f"is not a row of the embedding, which has {shape.vocab}")
-    take("sliding_window", None)  # means nothing while use_sliding_window is false
+    if "use_sliding_window" in _FIXED[family]:
+        take("sliding_window", None)  # means nothing while use_sliding_window is false
     kinds = take("layer_types", None)
     if kinds is not None and not (isinstance(kinds, list) and kinds == ["full_attention"] * len(kinds)):
         take.refuse("layer_types", "is not implemented; only a list of 'full_attention' is")
@@ -88,6 +89,31 @@ def read_model_spec(directory: Path) -> ModelSpec:
         take.refuse("layer_types", f"names {len(kinds)} layers, num_hidden_layers is {shape.layers}")
     take.refuse_rest(_BOOKKEEPING)
     return spec
+
+
+def _shape(take: "_Fields", family: Family) -> Shape:
+    heads, hidden = take.size("num_attention_heads"), take.size("hidden_size")
+    shape = Shape(
+        family=family,
+        layers=take.size("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=take.size("num_key_value_heads", heads),
+        # Where Qwen3's is missing, transformers takes 128: nobody's is, and nothing is guessed.
+        head_dim=take.size("head_dim") if family == "qwen3" else take.size("head_dim", hidden // heads),
+        intermediate=take.size("intermediate_size"),
+        vocab=take.size("vocab_size"),
+        tied=take.flag("tie_word_embeddings", False),
+    )
+    if heads % shape.kv_heads:
+        raise UserError(f"{take.where}: num_attention_heads {heads} is not a multiple of num_key_value_heads")
+    if "head_dim" not in take.fields and hidden % heads:
+        raise UserError(
+            f"{take.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}; set head_dim"
+        )
+    if shape.head_dim % 2:
+        raise UserError(f"{take.where}: head_dim {shape.head_dim} is odd; rotary positions turn pairs")
+    return shape
 
 
 class _Fields:
@@ -114,7 +140,7 @@ class _Fields:
     def flag(self, key: str, default: bool) -> bool:
         return self._checked(key, default, "true or false", lambda value: isinstance(value, bool))
 
-    def positive(self, key: str, default: float) -> float:
+    def positive(self, key: str, default: float = _REQUIRED) -> float:
         return float(self._checked(key, default, "a positive number", _is_positive))
 
     def token_ids(self, key: str) -> frozenset[int]:
@@ -157,17 +183,30 @@ def _is_positive(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value <= sys.float_info.max  # NaN and infinity are not
 
 
-def _rope_theta(take: _Fields) -> float:
-    take.require("rope_scaling", None)
-    rope = take.section("rope_parameters")  # as transformers 5 writes it
-    rope.require("rope_type", "default")
-    theta = rope.positive("rope_theta", take.positive("rope_theta", 10000.0))  # or as transformers 4 wrote it
+def _rope(take: _Fields) -> tuple[float, float | None]:
+    """What `ModelSpec` says of rotary positions: `rope_theta` and `rope_factor`."""
+    theta = take.positive("rope_theta", 10000.0)
+    if take("rope_scaling", None) is None:
+        rope = take.section("rope_parameters")  # as transformers 5 writes it
+    else:
+        rope = take.section("rope_scaling")  # as transformers 4 wrote it; transformers 5 reads no rope_parameters then
+        take.require("rope_parameters", None)
+    theta = rope.positive("rope_theta", theta)
+    name = "rope_type" if "rope_type" in rope.fields else "type"  # as older releases wrote it
+    if (kind := rope(name, "default")) not in ("default", "llama3"):
+        rope.refuse(name, "is not implemented; only 'default' and 'llama3' are")
+    factor = None
+    if kind == "llama3":
+        factor = rope.positive("factor")
+        for key, only in _LLAMA3.items():
+            rope(key)  # not to be missing
+            rope.require(key, only)
     rope.refuse_rest()
-    return theta
+    return theta, factor
 
 
-def _generation_eos(path: Path) -> frozenset[int]:
-    return _Fields(_read_json(path), str(path)).token_ids("eos_token_id") if path.exists() else frozenset()
+def _generation_eos(path: Path | None) -> frozenset[int]:
+    return _Fields(_read_json(path), str(path)).token_ids("eos_token_id") if path and path.exists() else frozenset()
 
 
 def _read_json(path: Path) -> dict[str, Any]:

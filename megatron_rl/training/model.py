@@ -47,7 +47,8 @@ def transformer_config(spec: ModelSpec, trainer: TrainerConfig) -> TransformerCo
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        add_qkv_bias=True,
+        add_qkv_bias=shape.family == "qwen2",
+        qk_layernorm=shape.family == "qwen3",  # and sum their gradients over TP: each rank has its own heads
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=trainer.tensor_parallel_size,
@@ -111,7 +112,7 @@ def _build_chunk(config: TransformerConfig, spec: ModelSpec, trainer: TrainerCon
     if choose(trainer).layers == "transformer_engine":
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-        layers = get_gpt_layer_with_transformer_engine_spec()
+        layers = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     else:
         layers = local_block_spec(config, virtual)
     model = GPTModel(
@@ -126,6 +127,8 @@ def _build_chunk(config: TransformerConfig, spec: ModelSpec, trainer: TrainerCon
         share_embeddings_and_output_weights=spec.shape.tied,
         position_embedding_type="rope",
         rotary_base=spec.rope_theta,
+        rope_scaling=spec.rope_factor is not None,
+        rope_scaling_factor=spec.rope_factor,
     ).to(cpu.device())
     if model.post_process:
         model.output_layer.forward = _leave_projection  # the loss projects, a chunk of tokens at a time

@@ -33,6 +33,7 @@ SPEC = ModelSpec(
     ),
     norm_eps=1e-5,
     rope_theta=1e6,
+    rope_factor=None,
     max_positions=32768,
     eos_token_ids=frozenset({151645}),
 )

@@ -4,19 +4,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed.data import SHAPE
-from tests.distributed.worker import LAYOUTS
+from tests.distributed.data import MODELS
+from tests.distributed.worker import FEW_LAYOUTS, KINDS, LAYOUTS, OTHER_FAMILIES
 from tests.tiny import write_model
 
-KINDS = ("untied", "tied")
-ROPE = {"rope_type": "default", "rope_theta": 5000.0}
+EACH_MODEL = [(layout, kind) for kind in KINDS for layout in LAYOUTS]
+EACH_MODEL += [(layout, kind) for kind in OTHER_FAMILIES for layout in FEW_LAYOUTS]
 Launch = Callable[[str], list[dict[str, Any]]]
 
 
@@ -26,9 +25,8 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     directory = tmp_path_factory.mktemp("layouts")
     ended: dict[str, subprocess.CompletedProcess[str]] = {}
     found: dict[str, list[dict[str, Any]]] = {}
-    for kind in KINDS:
-        shape = replace(SHAPE, tied=kind == "tied")
-        write_model(directory / kind, shape, 7, rms_norm_eps=1e-5, rope_parameters=ROPE)
+    for kind, (shape, rope) in MODELS.items():
+        write_model(directory / kind, shape, 7, rms_norm_eps=1e-5, rope_parameters=rope)
 
     def launch(layout: str) -> list[dict[str, Any]]:
         if layout != "single":
@@ -40,7 +38,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launch:
             files = [directory / layout / f"rank_{rank}.pt" for rank in range(LAYOUTS[layout][0])]
             found[layout] = [torch.load(file, weights_only=False) for file in files]
             for rank in found[layout]:
-                rank["models"] = {kind: directory / kind for kind in KINDS}
+                rank["models"] = {kind: directory / kind for kind in MODELS}
         return found[layout]
 
     return launch

@@ -1,4 +1,4 @@
-"""The model that every layout trains, and RL data of uneven lengths and groups, the same in every process."""
+"""The models that layouts train, and RL data of uneven lengths and groups, the same in every process."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from megatron_rl.config import Config
+from megatron_rl.resharding.names import Shape
 from megatron_rl.types import Graded, Group, Prompt, Response
 from tests import tiny
 
@@ -13,6 +14,15 @@ VOCABULARY = 31  # ids 31 to 36 are banned; with TP 2 the ban begins inside the 
 
 
 SHAPE = replace(tiny.SHAPE, layers=4, intermediate=28)  # as PP 2 and TP 2 want it
+
+ROPE: dict[str, object] = {"rope_type": "default", "rope_theta": 5000.0}
+MODELS: dict[str, tuple[Shape, dict[str, object]]] = {
+    "untied": (SHAPE, ROPE),
+    "tied": (replace(SHAPE, tied=True), ROPE),
+    "qwen3": (replace(SHAPE, family="qwen3", tied=True, kv_heads=1), ROPE),  # TP 2 goes through the one key head
+    "llama": (replace(SHAPE, family="llama"), tiny.LLAMA3_ROPE),
+}
+"""By kind: shape, and `rope_parameters` of config.json."""
 
 
 def make_config(model: Path, run_dir: Path, **sections: dict[str, object]) -> Config:

@@ -6,7 +6,7 @@ from itertools import product
 from megatron.core import parallel_state as mpu
 
 from megatron_rl.config import Config
-from megatron_rl.training.buffers import Seat
+from megatron_rl.training.buffers import Seat, held_parameters
 from megatron_rl.training.hf_config import read_model_spec
 from megatron_rl.training.memory import memory
 from megatron_rl.training.trainer import Trainer
@@ -30,6 +30,9 @@ def compare(config_of: Callable[..., Config]) -> dict[str, tuple[Bytes, Bytes]]:
         measured = {**state_bytes(trainer), "activations": sum(kept.values())}
         replicas = mpu.get_data_parallel_group(with_context_parallel=True)
         seat = Seat(stage=mpu.get_pipeline_model_parallel_rank(), replica=replicas.rank(), replicas=replicas.size())
+        registered = [[tuple(one.shape) for one in chunk.parameters()] for chunk in trainer.model]
+        held = held_parameters(trainer.spec.shape, config.trainer, seat.stage)
+        assert registered == [[one.size for one in chunk] for chunk in held]
         computed = memory(trainer.spec.shape, config.trainer, seat, lengths=share[0].lengths)
         found[f"{dtype}, {sharded}"] = (measured, {name: getattr(computed, name) for name in measured})
     return found

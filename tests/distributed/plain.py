@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from megatron_rl.types import Graded, Group
 from tests.cases.responses import tokens_of
@@ -23,7 +23,7 @@ class Plain:
     """A model as transformers has it."""
 
     def __init__(self, model: Path, *, vocabulary: int, temperature: float) -> None:
-        self.model = Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float64)
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
         self.vocabulary, self.temperature = vocabulary, temperature
 
     def distributions(self, prompt: tuple[int, ...], response: tuple[int, ...]) -> Tensor:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.distributed.conftest import KINDS, Launch
-from tests.distributed.worker import LAYOUTS
+from tests.distributed.conftest import Launch
+from tests.distributed.worker import KINDS, LAYOUTS
 
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 

@@ -6,17 +6,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.conftest import KINDS, Launch
+from tests.distributed.conftest import EACH_MODEL, Launch
 from tests.distributed.data import VOCABULARY
 from tests.distributed.plain import Plain
-from tests.distributed.worker import LAYOUTS, SEQUENCES
+from tests.distributed.worker import KINDS, LAYOUTS, SEQUENCES
 
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 each_kind = pytest.mark.parametrize("kind", KINDS)
+each_model = pytest.mark.parametrize(("layout", "kind"), EACH_MODEL)
 
 
-@each_kind
-@each_layout
+@each_model
 def test_logits_equal_transformers(launched: Launch, layout: str, kind: str) -> None:
     gaps = [rank[kind]["logits_gap"] for rank in launched(layout)]
     on_last_stage = [gap for gap in gaps if gap is not None]
@@ -37,8 +37,7 @@ def test_scores_equal_transformers_on_every_rank(launched: Launch, layout: str, 
             assert found == pytest.approx(expected, abs=1e-5)
 
 
-@each_kind
-@each_layout
+@each_model
 def test_weights_go_to_megatron_and_back_bit_by_bit(launched: Launch, layout: str, kind: str) -> None:
     for rank in launched(layout):
         original = load_file(rank["models"][kind] / "model.safetensors")
@@ -48,16 +47,14 @@ def test_weights_go_to_megatron_and_back_bit_by_bit(launched: Launch, layout: st
             assert torch.equal(returned[name], tensor), name
 
 
-@each_kind
-@each_layout
+@each_model
 def test_each_rank_reads_only_its_slices(launched: Launch, layout: str, kind: str) -> None:
     for rank in launched(layout):
         padding = rank[kind]["held"] - rank[kind]["read"]
         assert 0 <= padding <= 2 * 40  # at most a row of the embedding and one of the output layer
 
 
-@each_kind
-@each_layout
+@each_model
 def test_gradients_equal_one_process(launched: Launch, layout: str, kind: str) -> None:
     for policy, of_tensor in (("on_policy", 3e-6), ("clipped", 1e-5)):  # exp(log-prob differences) adds rounding
         reference, _ = launched("single")[0][kind][policy]
@@ -74,8 +71,7 @@ def test_a_gradient_computed_again_is_the_same(launched: Launch, layout: str, ki
     assert [rank[kind]["repeated"] for rank in launched(layout)] == [0] * LAYOUTS[layout][0]
 
 
-@each_kind
-@each_layout
+@each_model
 def test_metrics_equal_one_process_on_every_rank(launched: Launch, layout: str, kind: str) -> None:
     for policy in ("on_policy", "clipped"):
         _, reference = launched("single")[0][kind][policy]
@@ -85,12 +81,10 @@ def test_metrics_equal_one_process_on_every_rank(launched: Launch, layout: str, 
             assert (0.05 < metrics["loss/clip_fraction"] < 0.95) == (policy == "clipped")
 
 
-@each_kind
-@each_layout
+@each_model
 def test_after_every_update_the_engine_equals_the_trainer(launched: Launch, layout: str, kind: str) -> None:
     ranks = launched(layout)
-    for version in range(3):
-        rounds = [rank[kind]["engine"][version] for rank in ranks]
+    for version, rounds in enumerate(zip(*(rank[kind]["engine"] for rank in ranks), strict=True)):
         gaps = [round_["logprob_gap"] for round_ in rounds if round_["logprob_gap"] is not None]
         assert gaps
         assert max(gaps) < 1e-5
@@ -99,8 +93,7 @@ def test_after_every_update_the_engine_equals_the_trainer(launched: Launch, layo
         assert all(round_["grad_norm"] > 1e-3 for round_ in rounds)  # so the next round has other weights
 
 
-@each_kind
-@each_layout
+@each_model
 def test_the_norm_that_gradients_are_clipped_by_equals_one_process(launched: Launch, layout: str, kind: str) -> None:
     def norms(rank: dict[str, Any]) -> list[float]:
         return [round_["grad_norm"] for round_ in rank[kind]["engine"]]

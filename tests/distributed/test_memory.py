@@ -2,14 +2,13 @@
 
 import pytest
 
-from tests.distributed.conftest import KINDS, Launch
+from tests.distributed.conftest import EACH_MODEL, Launch
 from tests.distributed.worker import LAYOUTS
 
 TOKENS = 64  # of the micro-batch
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "kind"), EACH_MODEL)
 def test_every_byte_is_computed(launched: Launch, layout: str, kind: str) -> None:
     for rank in launched(layout):
         assert len(rank[kind]["memory"]) == 4  # fp32 and bf16, with and without the distributed optimizer

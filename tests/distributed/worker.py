@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from transformers import Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from megatron_rl.config import AlgorithmConfig, Config
 from megatron_rl.resharding.gather import gather_hf
@@ -54,16 +54,23 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 """By name: processes and layout. Of TP, PP, CP and DP every pair meets in one of them; some compute activations again,
 and in one the pipeline is interleaved."""
 
+KINDS = ("untied", "tied")
+"""Of Qwen2, for all checks."""
+
+OTHER_FAMILIES = ("qwen3", "llama")
+FEW_LAYOUTS = ("single", "tp2", "cp2", "tp2_sp_dp2", "pp2_dp2")
+"""In these, other families are checked where they differ: weights and gradients."""
+
 
 def main() -> None:
-    """Check one layout on the untied and the tied model."""
+    """Check one layout on all models."""
     parser = argparse.ArgumentParser()
     parser.add_argument("layout", choices=LAYOUTS)
     parser.add_argument("directory", type=Path)
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
     started = False
-    for kind in ("untied", "tied"):
+    for kind in KINDS + (OTHER_FAMILIES if arguments.layout in FEW_LAYOUTS else ()):
         model, out = arguments.directory / kind, arguments.directory / arguments.layout / kind
 
         def config_of(model: Path = model, out: Path = out, **trainer: object) -> Config:
@@ -72,14 +79,21 @@ def main() -> None:
         if not started:
             setup.start(config_of())
             started = True
-        results[kind] = check_model(config_of, arguments.directory / "single" / kind)
+        check = check_model if kind in KINDS else check_family
+        results[kind] = check(config_of, arguments.directory / "single" / kind)
     (arguments.directory / arguments.layout).mkdir(exist_ok=True)
     torch.save(results, arguments.directory / arguments.layout / f"rank_{dist.get_rank()}.pt")
     setup.stop()
 
 
-def check_model(config_of: Any, reference: Path) -> dict[str, Any]:
-    """All checks on one model."""
+def check_family(config_of: Any, _: Path) -> dict[str, Any]:
+    """The checks of weights, gradients and memory; one step, with the engine before it."""
+    trainer, batch, results = check_gradients(config_of)
+    return results | {"engine": [engine_gaps(trainer, batch, version=0)]}
+
+
+def check_gradients(config_of: Any) -> tuple[Trainer, TrainBatch, dict[str, Any]]:
+    """With the weights as they were read."""
     config = config_of(distributed_optimizer=False)
     read = count_reads()
     trainer = new_trainer(config)
@@ -96,7 +110,15 @@ def check_model(config_of: Any, reference: Path) -> dict[str, Any]:
     for name, given in (("on_policy", []), ("clipped", rollout)):
         metrics = trainer.gradients(share, given)
         results[name] = (hf_named(trainer, lambda parameter: parameter.main_grad), metrics.values())
-    results["repeated"] = differing_gradients(trainer, share, rollout)
+    results["memory"] = memory_cases.compare(config_of)
+    return trainer, batch, results
+
+
+def check_model(config_of: Any, reference: Path) -> dict[str, Any]:
+    """All checks on one model."""
+    trainer, batch, results = check_gradients(config_of)
+    config, share = trainer.config, trainer.share(batch.updates[0])
+    results["repeated"] = differing_gradients(trainer, share, [Given(sampled=one.rollout_logprobs) for one in share])
     results["objectives"] = {}
     for name, case in ({} if trainer.spec.shape.tied else objectives.cases()).items():  # most of the time
         loss = objectives.compute(trainer, config, case)
@@ -111,7 +133,6 @@ def check_model(config_of: Any, reference: Path) -> dict[str, Any]:
         sharded: resume_gaps(config_of(distributed_optimizer=sharded), batch) for sharded in (False, True)
     }
     results["on_host"] = on_host_gaps(partial(config_of, out=config.run_dir / "on_host"), batch)
-    results["memory"] = memory_cases.compare(config_of)
     results["delivery"] = delivery_cases.compare(trainer)
     results["from_single"] = continue_from(config_of(distributed_optimizer=True), reference, batch)
     return results
@@ -166,7 +187,7 @@ def logits_gap(trainer: Trainer, model: Path) -> float | None:
         kept = trainer._run(share, keep, forward_only=True)
     if not kept:  # not the last pipeline stage
         return None
-    reference = Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     gaps = []
     for micro, logits in zip(share, kept, strict=True):
         shards = [torch.empty_like(logits) for _ in range(mpu.get_tensor_model_parallel_world_size())]

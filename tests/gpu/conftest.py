@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from megatron_rl.config import Config
-from megatron_rl.resharding.names import Shape
+from megatron_rl.resharding.names import FAMILIES, Family, Shape
 from megatron_rl.training import cpu, setup
 from megatron_rl.training.hf_config import read_model_spec
 from megatron_rl.training.trainer import Trainer
@@ -38,10 +39,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    write_model(directory, SHAPE, seed=5, max_position_embeddings=4096)
-    return directory
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[Family, Path]:
+    directories = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    for family, directory in directories.items():
+        write_model(directory, replace(SHAPE, family=family), seed=5, max_position_embeddings=4096)
+    return directories
+
+
+@pytest.fixture(scope="session")
+def model(models: dict[Family, Path]) -> Path:
+    return models["qwen2"]
 
 
 @pytest.fixture(scope="session")
@@ -53,11 +60,12 @@ def joined(model: Path) -> Iterator[None]:
 
 
 @pytest.fixture
-def make(model: Path, joined: None) -> Make:
+def make(models: dict[Family, Path], joined: None) -> Make:
     """Makes a trainer; options of `trainer`."""
 
-    def trainer(**options: Any) -> Trainer:
-        return Trainer(config_of(model, **options), read_model_spec(model), SHAPE.vocab - 3)
+    def trainer(family: Family = "qwen2", **options: Any) -> Trainer:
+        config = config_of(models[family], **options)
+        return Trainer(config, read_model_spec(config.model.path), SHAPE.vocab - 3)
 
     return trainer
 

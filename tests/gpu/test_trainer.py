@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.resharding.gather import gather_hf
+from megatron_rl.resharding.names import FAMILIES, Family
 from megatron_rl.training.objective import Given
 from megatron_rl.training.optimizer import state_tensors
 from megatron_rl.training.trainer import Share, Trainer
@@ -62,8 +63,9 @@ def far(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.needs("transformer_engine")
-def test_transformer_engine_equals_local_layers_in_logprobs_and_gradients(make: Make) -> None:
-    local, te = make(**LOCAL), make(**TE)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformer_engine_equals_local_layers_in_logprobs_and_gradients(family: Family, make: Make) -> None:
+    local, te = make(family, **LOCAL), make(family, **TE)
     expected, found = by_length(local), by_length(te)
     for length in LENGTHS:
         assert (found[length] - expected[length]).abs().mean() < 0.02, length  # bfloat16

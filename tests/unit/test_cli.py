@@ -14,7 +14,7 @@ from megatron_rl.config_docs import describe_options
 from megatron_rl.config_files import load_config
 from megatron_rl.demo.task import build_tokenizer
 from megatron_rl.training import setup
-from tests.tiny import SHAPE, qwen2_config, write_model
+from tests.tiny import SHAPE, hf_config, write_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,7 +69,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     """A recipe whose model (without weights) and data are there: tests break one thing each."""
-    qwen2_config().save_pretrained(tmp_path / "model")
+    hf_config().save_pretrained(tmp_path / "model")
     build_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "train.jsonl").write_text('{"prompt": "12=", "answer": "3"}\n{"prompt": "4567=", "answer": "2"}\n')
     path = tmp_path / "recipe.yaml"

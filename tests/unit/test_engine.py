@@ -5,16 +5,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
+from megatron_rl.resharding.names import Shape, hf_shapes
 from megatron_rl.rollout.embedded import EmbeddedEngine, _draw
 from megatron_rl.rollout.engine import Request, Sampling, generate, response_seed
 from megatron_rl.types import Response
-from tests.tiny import SHAPE, random_model, write_model
+from tests.tiny import LLAMA, LLAMA3_ROPE, QWEN3, SHAPE, random_model, write_model
 
 Model = tuple[Path, Qwen2ForCausalLM]
 EOS = frozenset({2, 11, 30})
@@ -83,6 +85,19 @@ def test_logprobs_are_those_of_a_forward_pass(
     engine, model = synced
     for (number, _), response in responses(engine, requests_of(5, 9), Sampling(temperature=temperature)).items():
         expected = logprobs_under(model, PROMPTS[number], response.ids, temperature, SHAPE.vocab)
+        assert response.logprobs == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "rope"), [(QWEN3, None), (LLAMA, None), (LLAMA, LLAMA3_ROPE)])
+def test_every_family_takes_the_tensors_of_the_table_and_samples(
+    shape: Shape, rope: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path, shape, seed=3, rope_parameters=rope)
+    tensors = model.state_dict()
+    engine = engine_of(tmp_path)
+    engine.update_weights(((name, tensors[name]) for name in hf_shapes(shape)), version=0)
+    for (number, _), response in responses(engine, requests_of(2, 9), Sampling()).items():
+        expected = logprobs_under(model, PROMPTS[number], response.ids, 1.0, SHAPE.vocab)
         assert response.logprobs == pytest.approx(expected, abs=1e-5)
 
 

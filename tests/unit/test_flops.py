@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_rl.resharding.names import Shape
 from megatron_rl.training.flops import SequenceFlops, sequence_flops
-from tests.tiny import SHAPE, TIED, random_model
+from tests.tiny import LLAMA, QWEN3, SHAPE, TIED, random_model
 
 
 def test_worked_by_hand() -> None:
@@ -19,7 +19,7 @@ def test_worked_by_hand() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 32])
-@pytest.mark.parametrize("shape", [SHAPE, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("shape", [SHAPE, TIED, QWEN3, LLAMA], ids=["untied", "tied", "qwen3", "llama"])
 def test_they_are_those_that_pytorch_counts(shape: Shape, tokens: int) -> None:
     model = random_model(shape, attn_implementation="eager").requires_grad_()
     with FlopCounterMode(display=False) as counted:

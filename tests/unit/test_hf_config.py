@@ -2,16 +2,17 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen2Config
+from transformers import AutoConfig
 
 from megatron_rl.errors import UserError
 from megatron_rl.resharding.names import Shape
 from megatron_rl.training.hf_config import read_model_spec
-from tests.tiny import SHAPE, TIED, qwen2_config
+from tests.tiny import LLAMA, LLAMA3_ROPE, QWEN3, SHAPE, TIED, hf_config
 
 # What transformers 4 wrote: the fields of Qwen2.5-7B, with numbers that are all distinct.
 OLD: dict[str, Any] = {
@@ -39,6 +40,27 @@ OLD: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 37,
 }
+_OF_QWEN2 = ("max_window_layers", "sliding_window", "use_sliding_window")
+
+# What Qwen3-8B and Llama-3.1-8B have beside, with their names.
+OLD_QWEN3: dict[str, Any] = OLD | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 8,
+    "model_type": "qwen3",
+    "rope_scaling": None,
+    "sliding_window": None,
+}
+LLAMA3 = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
+OLD_LLAMA: dict[str, Any] = {key: value for key, value in OLD.items() if key not in _OF_QWEN2} | {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": [128001, 128008, 128009],
+    "mlp_bias": False,
+    "model_type": "llama",
+    "pretraining_tp": 1,
+    "rope_scaling": LLAMA3,
+}
 
 
 def write(directory: Path, fields: dict[str, Any], generation: dict[str, Any] | None = None) -> Path:
@@ -58,23 +80,43 @@ def refusal(directory: Path, fields: dict[str, Any]) -> str:
     return message
 
 
-@pytest.mark.parametrize("shape", [SHAPE, TIED])
+@pytest.mark.parametrize("shape", [SHAPE, TIED, QWEN3, LLAMA])
 def test_a_config_as_transformers_5_writes_it(shape: Shape, tmp_path: Path) -> None:
-    qwen2_config(shape, rms_norm_eps=3e-5, rope_parameters={"rope_type": "default", "rope_theta": 7e5}).save_pretrained(
-        tmp_path
-    )
+    rope = {"rope_type": "default", "rope_theta": 7e5}
+    hf_config(shape, rms_norm_eps=3e-5, rope_parameters=rope).save_pretrained(tmp_path)
     spec = read_model_spec(tmp_path)
     assert spec.shape == shape
-    assert (spec.norm_eps, spec.rope_theta, spec.max_positions) == (3e-5, 7e5, 64)
+    assert (spec.norm_eps, spec.rope_theta, spec.rope_factor, spec.max_positions) == (3e-5, 7e5, None, 64)
+
+
+def test_llama_3_slows_its_rotations_however_that_is_written(tmp_path: Path) -> None:
+    hf_config(LLAMA, rope_parameters=LLAMA3_ROPE, max_position_embeddings=9000).save_pretrained(tmp_path / "new")
+    old = write(tmp_path / "old", OLD_LLAMA | {"rope_theta": 1e8})
+    for spec in map(read_model_spec, (tmp_path / "new", old)):
+        assert (spec.rope_theta, spec.rope_factor) == (1e8, 8.0)
 
 
 def test_a_config_as_transformers_4_wrote_it(tmp_path: Path) -> None:
     spec = read_model_spec(write(tmp_path, OLD))
-    assert spec.shape == SHAPE.__class__(
-        layers=3, hidden=60, heads=10, kv_heads=2, head_dim=6, intermediate=24, vocab=37, tied=False
-    )
+    assert spec.shape == replace(SHAPE, hidden=60)
     assert (spec.norm_eps, spec.rope_theta, spec.eos_token_ids) == (1e-5, 1e6, frozenset({151645}))
     assert spec.max_positions == 131072
+
+
+def test_qwen3_as_transformers_4_wrote_it(tmp_path: Path) -> None:
+    spec = read_model_spec(write(tmp_path, OLD_QWEN3))
+    assert spec.shape == replace(SHAPE, family="qwen3", hidden=60, head_dim=8)
+    assert (spec.rope_theta, spec.rope_factor) == (1e6, None)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "factor"), [(LLAMA3 | {"factor": 32}, 32.0), ({"type": "default"}, None), (None, None)]
+)
+def test_llama_as_transformers_4_wrote_it(scaling: dict[str, Any] | None, factor: float | None, tmp_path: Path) -> None:
+    spec = read_model_spec(write(tmp_path, OLD_LLAMA | {"rope_scaling": scaling}))
+    assert spec.shape == replace(LLAMA, hidden=60)
+    assert (spec.rope_theta, spec.rope_factor) == (1e6, factor)
+    assert spec.eos_token_ids == {128001, 128008, 128009}
 
 
 @pytest.mark.parametrize(
@@ -82,6 +124,7 @@ def test_a_config_as_transformers_4_wrote_it(tmp_path: Path) -> None:
     [
         {"use_mrope": False},  # Qwen2.5-0.5B, 1.5B, 7B, Qwen2.5-Math, DeepSeek-R1-Distill-Qwen
         {"rope_scaling": None},
+        {"rope_scaling": {}},
         {"sliding_window": None},
         {"layer_types": ["full_attention"] * 3},
         {"dtype": "bfloat16"},
@@ -94,13 +137,19 @@ def test_fields_that_change_nothing_are_taken(published: dict[str, Any], tmp_pat
     assert read_model_spec(write(tmp_path, OLD | published)).shape.hidden == 60
 
 
-def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
-    optional = ("rms_norm_eps", "rope_theta", "tie_word_embeddings", "hidden_act", "attention_dropout")
-    fields = {key: value for key, value in OLD.items() if key not in optional}
+@pytest.mark.parametrize("old", [OLD, OLD_QWEN3, OLD_LLAMA])
+def test_defaults_are_those_of_transformers(old: dict[str, Any], tmp_path: Path) -> None:
+    optional = {"rms_norm_eps", "rope_theta", "tie_word_embeddings", "hidden_act", "attention_dropout", "rope_scaling"}
+    optional |= {"attention_bias", "mlp_bias", "pretraining_tp", "use_sliding_window"}
+    fields = {key: value for key, value in old.items() if key not in optional}
     spec = read_model_spec(write(tmp_path, fields))
-    theirs = Qwen2Config(**fields)
+    theirs = AutoConfig.for_model(**fields)
     assert (spec.norm_eps, spec.rope_theta) == (theirs.rms_norm_eps, theirs.rope_parameters["rope_theta"])
     assert spec.shape.tied is theirs.tie_word_embeddings is False
+    assert not getattr(theirs, "attention_bias", False)
+    assert not getattr(theirs, "mlp_bias", False)
+    assert not getattr(theirs, "use_sliding_window", False)
+    assert getattr(theirs, "pretraining_tp", 1) == 1
 
 
 def test_a_config_may_leave_open_how_long_a_sequence_can_be(tmp_path: Path) -> None:
@@ -128,7 +177,8 @@ def test_a_head_size_of_its_own_is_used(tmp_path: Path) -> None:
         ("use_mrope", True),
         ("quantization_config", {"quant_method": "awq"}),
         ("some_new_field", 3),
-        ("model_type", "llama"),
+        ("model_type", "qwen3_moe"),
+        ("attention_bias", False),
         ("num_key_value_heads", 3),
     ],
 )
@@ -136,9 +186,59 @@ def test_what_is_not_implemented_is_refused_by_name(field: str, value: Any, tmp_
     assert field in refusal(tmp_path, OLD | {field: value})
 
 
+@pytest.mark.parametrize(
+    ("old", "field", "value"),
+    [
+        (OLD_QWEN3, "attention_bias", True),
+        (OLD_QWEN3, "use_sliding_window", True),
+        (OLD_QWEN3, "layer_types", ["sliding_attention"] * 3),
+        (OLD_QWEN3, "mlp_bias", False),
+        (OLD_LLAMA, "attention_bias", True),
+        (OLD_LLAMA, "mlp_bias", True),
+        (OLD_LLAMA, "pretraining_tp", 2),
+        (OLD_LLAMA, "sliding_window", 4096),
+        (OLD_LLAMA, "hidden_act", "gelu"),
+        (OLD_LLAMA, "rope_parameters", LLAMA3_ROPE),  # beside rope_scaling
+    ],
+)
+def test_what_a_family_does_not_have_is_refused_by_name(
+    old: dict[str, Any], field: str, value: Any, tmp_path: Path
+) -> None:
+    assert field in refusal(tmp_path, old | {field: value})
+
+
+@pytest.mark.parametrize(
+    ("scaling", "said"),
+    [
+        ({"type": "linear", "factor": 2.0}, "type 'linear' is not implemented; only 'default' and 'llama3' are"),
+        (LLAMA3 | {"rope_type": "dynamic"}, "rope_type 'dynamic' is not implemented"),
+        (LLAMA3 | {"type": "llama3"}, "'type' is not known"),
+        (LLAMA3 | {"factor": 0}, "factor 0 is not a positive number"),
+        (LLAMA3 | {"low_freq_factor": 2.0}, "low_freq_factor 2.0 is not implemented; only 1.0 is"),
+        (LLAMA3 | {"high_freq_factor": 8.0}, "high_freq_factor 8.0 is not implemented; only 4.0 is"),
+        (LLAMA3 | {"original_max_position_embeddings": 4096}, "4096 is not implemented; only 8192 is"),
+        (LLAMA3 | {"attention_factor": 1.0}, "'attention_factor' is not known"),
+        (LLAMA3 | {"rope_theta": -1.0}, "rope_theta -1.0 is not a positive number"),
+        *(({key: LLAMA3[key] for key in LLAMA3.keys() - {gone}}, f"{gone} is missing") for gone in [*LLAMA3][1:]),
+    ],
+)
+def test_rotations_that_megatron_cannot_make_are_refused_by_name(
+    scaling: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    message = refusal(tmp_path, OLD_LLAMA | {"rope_scaling": scaling})
+    assert message.startswith(f"{tmp_path}/config.json: rope_scaling: ")
+    assert said in message
+
+
+def test_qwen3_says_how_large_its_heads_are(tmp_path: Path) -> None:
+    fields = {key: value for key, value in OLD_QWEN3.items() if key != "head_dim"}
+    assert "head_dim is missing" in refusal(tmp_path, fields)
+
+
 def test_the_refusal_of_a_value_says_which_one_is_there(tmp_path: Path) -> None:
     assert "hidden_act 'gelu' is not implemented; only 'silu' is" in refusal(tmp_path, OLD | {"hidden_act": "gelu"})
-    assert "'llama' is not supported; qwen2" in refusal(tmp_path, OLD | {"model_type": "llama"})
+    said = refusal(tmp_path, OLD | {"model_type": "qwen3_moe"})
+    assert "model_type 'qwen3_moe' is not supported; qwen2, qwen3, llama are" in said
 
 
 NUMBERS = ("896", 8.5, True, [8], {"value": 8}, 0, -8)
@@ -159,7 +259,8 @@ NUMBERS = ("896", 8.5, True, [8], {"value": 8}, 0, -8)
         *itertools.product(("model_type", "num_key_value_heads", "hidden_act", "rope_parameters"), (None,)),
         *itertools.product(("pad_token_id",), ("0", 37, -38, True, [0], 0.0)),
         *itertools.product(("layer_types",), ("full_attention", {"full_attention": 3}, [[]], [{}], 3, False, 0, "")),
-        *itertools.product(("model_type", "hidden_act", "attention_dropout", "rope_scaling"), ([], {}, True)),
+        *itertools.product(("model_type", "hidden_act", "attention_dropout"), ([], {}, True)),
+        *itertools.product(("rope_scaling",), ([], "llama3", True, 8.0)),
         *itertools.product(("eos_token_id",), ("5", [[5]], [None], ["5"], True, [True], -1, [5, -1], 5.0, {}, 2**31)),
     ],
 )
@@ -252,6 +353,17 @@ def test_an_end_of_sequence_of_a_wrong_kind_is_refused_in_both_files(eos: Any, t
     )
     with pytest.raises(UserError, match=r"/config\.json: eos_token_id .* is not a token id"):
         read_model_spec(write(tmp_path, OLD | {"eos_token_id": eos}, {"eos_token_id": 5}))
+
+
+def test_a_file_of_any_name_is_read_as_it_stands(tmp_path: Path) -> None:
+    write(tmp_path, OLD, generation={"eos_token_id": 7})
+    (tmp_path / "config.json").rename(tmp_path / "of_7b.txt")
+    spec = read_model_spec(tmp_path / "of_7b.txt")
+    assert spec.shape == replace(SHAPE, hidden=60)
+    assert spec.eos_token_ids == {151645}
+    (tmp_path / "of_7b.txt").write_text("{")
+    with pytest.raises(UserError, match=rf"^{tmp_path}/of_7b.txt: "):
+        read_model_spec(tmp_path / "of_7b.txt")
 
 
 @pytest.mark.parametrize("name", ["nowhere", "n" * 300])

@@ -108,6 +108,21 @@ def test_what_a_layer_keeps():
     assert found == 100 * (2 * layer + 9 + 10 * 6 + 4 + 10 * 2 + 28)
 
 
+def test_what_a_layer_of_qwen3_keeps_when_tp_goes_through_its_key_head():
+    # As above, but one key head on both ranks; then norms of heads, 4 wide, of one query and one key head: copies in
+    # fp32, normalised, inverse root mean squares.
+    qwen3 = replace(TINY, family="qwen3")
+    trainer = TrainerConfig(tensor_parallel_size=2)
+    found = memory(qwen3, trainer, Seat(), lengths=(60, 40)).activations
+    layer = 160 + 8 + 32 + (12 + 8) * 2 + 17 + 4 + 8 + 40 + (4 + 4) * (4 + 2) + 2 * 4
+    ends = 9 + 10 * 6 + 4 + 10 * 2 + 28
+    assert found == 100 * (2 * layer + ends)
+    # In fp32 they normalise what was projected, on both ranks: two query heads, a key head and a value head.
+    wide = memory(qwen3, trainer.model_copy(update={"dtype": "float32"}), Seat(), lengths=(60, 40)).activations
+    layer = 4 * (60 + 16 + (12 + 8) + 4 + 20) + 8 + 17 + 4 + 4 * (16 + 4 + 4) + 2 * 4
+    assert wide == 100 * (2 * layer + 9 + 10 * 8 + 4 + 10 * 4 + 28)
+
+
 def test_the_optimizer_on_the_host_has_a_copy_of_the_gradients_there():
     host, device = of(QWEN_32B, memory={"optimizer_on_host": True}), of(QWEN_32B)
     assert host.optimizer == 0

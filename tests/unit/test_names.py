@@ -8,16 +8,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from megatron_rl.errors import UserError
-from megatron_rl.resharding.names import Shape, hf_shapes, parameters, stage_of
+from megatron_rl.resharding.names import FAMILIES, Family, Shape, hf_shapes, parameters, stage_of
 from megatron_rl.resharding.pieces import pieces, shard_shape
 from tests.cases.sharded import megatron_shard, numbered
-from tests.tiny import SHAPE, TIED, qwen2_config
+from tests.tiny import LLAMA, QWEN3, SHAPE, TIED, hf_config
 
 FOUR_GROUPS = Shape(layers=2, hidden=20, heads=12, kv_heads=4, head_dim=6, intermediate=28, vocab=38, tied=True)
-LAYOUTS = [(shape, tp) for shape in (SHAPE, TIED) for tp in (1, 2)] + [(FOUR_GROUPS, tp) for tp in (1, 2, 4)]
+LAYOUTS = [
+    *itertools.product((SHAPE, TIED, QWEN3, LLAMA), (1, 2)),  # TP 2 goes through the one key head of QWEN3
+    *itertools.product((FOUR_GROUPS, replace(FOUR_GROUPS, family="qwen3")), (1, 2, 4)),
+    (replace(FOUR_GROUPS, kv_heads=2), 4),
+]
 
 
 def filled(hf: dict[str, Tensor], shape: Shape, rank: int, tp: int) -> dict[tuple[str, int], Tensor]:
@@ -51,7 +55,7 @@ def test_every_element_lies_on_exactly_one_rank_but_those_that_tp_does_not_split
         assert count.eq(tp if "norm" in name else 1).all(), name
 
 
-@pytest.mark.parametrize(("shape", "tp", "padding"), [(SHAPE, 1, 0), (SHAPE, 2, 1), (TIED, 2, 1), (FOUR_GROUPS, 4, 2)])
+@pytest.mark.parametrize(("shape", "tp", "padding"), [(SHAPE, 1, 0), (LLAMA, 2, 1), (QWEN3, 2, 1), (FOUR_GROUPS, 4, 2)])
 def test_only_vocabulary_padding_stays_unfilled(shape: Shape, tp: int, padding: int) -> None:
     hf = numbered(shape)
     unfilled: dict[str, int] = {}
@@ -82,14 +86,15 @@ def test_a_rank_may_hold_nothing_but_vocabulary_padding() -> None:
     wide=st.integers(1, 4),
     vocab=st.integers(1, 19),
     tied=st.booleans(),
+    family=st.sampled_from(sorted(FAMILIES)),
 )
 def test_shards_of_any_model_put_the_checkpoint_back_together(
-    tp: int, groups: int, sharing: int, head_dim: int, wide: int, vocab: int, tied: bool
+    tp: int, groups: int, sharing: int, head_dim: int, wide: int, vocab: int, tied: bool, family: Family
 ) -> None:
     kv_heads = tp * groups
     shape = Shape(
         layers=2, hidden=7, heads=kv_heads * sharing, kv_heads=kv_heads, head_dim=head_dim, intermediate=tp * wide,
-        vocab=vocab, tied=tied,
+        vocab=vocab, tied=tied, family=family,
     )  # fmt: skip
     hf = numbered(shape)
     back = {name: torch.zeros_like(tensor) for name, tensor in hf.items()}
@@ -102,10 +107,10 @@ def test_shards_of_any_model_put_the_checkpoint_back_together(
         assert torch.equal(back[name], tensor), name
 
 
-@pytest.mark.parametrize("shape", [SHAPE, TIED, FOUR_GROUPS])
+@pytest.mark.parametrize("shape", [SHAPE, TIED, FOUR_GROUPS, QWEN3, replace(QWEN3, tied=False), LLAMA])
 def test_the_checkpoints_tensors_are_those_of_transformers(shape: Shape) -> None:
     with torch.device("meta"):
-        model = Qwen2ForCausalLM(qwen2_config(shape))
+        model = AutoModelForCausalLM.from_config(hf_config(shape))
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if shape.tied:
         del expected["lm_head.weight"]  # an alias of the embedding

@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.resharding.names import EMBEDDING, OUTPUT, Shape, parameters, stage_of
 from megatron_rl.resharding.shards import named_shards
-from tests.tiny import SHAPE, TIED
+from tests.tiny import LLAMA, QWEN3, SHAPE, TIED
 
 Place = tuple[str, int]
 
@@ -29,7 +29,7 @@ def stage(shape: Shape, rank: int, ranks: int, *, te: bool, more: tuple[str, ...
 
 @pytest.mark.parametrize("te", [False, True])
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("shape", [SHAPE, TIED])
+@pytest.mark.parametrize("shape", [SHAPE, TIED, QWEN3, LLAMA])
 def test_every_parameter_is_found_once_in_forward_order(shape: Shape, ranks: int, te: bool) -> None:
     found = []
     for rank in range(ranks):
