@@ -142,7 +142,7 @@ class GroupSampler:
         dist.all_gather_object(works, leader.work if leader else None, group=self.everyone)
         groups = {number: self._group(number) for number, one in enumerate(ledger.entries) if one.done}
         self.ledger = self._leader = None
-        return Sampled(groups=groups, begun=begun, work=_together(works))
+        return Sampled(groups=groups, begun=begun, work=together(works))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a response, without special tokens."""
@@ -169,7 +169,8 @@ class GroupSampler:
         return Group(prompt=entry.draw.prompt, responses=tuple(known))
 
 
-def _together(works: list[Work | None]) -> Work:
+def together(works: Sequence[Work | None]) -> Work:
+    """The work of several leaders, summed; ranks that lead nothing have none."""
     total = Work()
     for work in works:
         if work is None:

@@ -297,6 +297,13 @@ def test_a_lost_engine_changes_nothing_in_the_batch(engines: int) -> None:
     assert again is None or again.groups
 
 
+def test_nobody_waits_for_an_engine_that_dies_with_nothing_to_do() -> None:
+    one = rig(lambda n: 2, prompts_per_step=1)
+    one.sampler.engines[1].dies_at = 0.01  # the only group is sampled by the first
+    (rollout,) = one.steps(1)
+    assert rollout.metrics.values()["work/engines_lost"] == 0
+
+
 def test_when_all_engines_are_lost_the_step_goes_on_after_they_got_weights() -> None:
     one, calm = (rig(lambda n: n % 4, engines=2, prompts_per_step=6) for _ in range(2))
     one.sampler.engines[0].dies_at, one.sampler.engines[1].dies_at = 0.5, 0.7
