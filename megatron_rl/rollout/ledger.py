@@ -151,7 +151,7 @@ class _Entry:
     draw: Draw
     engine: int = -1
     done: Completed | None = None
-    cost: float = 0.0
+    cost: int = 0
 
 
 @dataclass
@@ -173,7 +173,7 @@ class Ledger:
     passed: int = 0
     """How many draws the step is done with, when it is over: the batch, and what was left out before its last group."""
 
-    _loads: list[float] = field(default_factory=list)
+    _loads: list[int] = field(default_factory=list)  # whole tokens: what is added and taken again leaves nothing
     _open: list[dict[int, None]] = field(default_factory=list)  # by engine: numbers, in order
     _ended: int = 0  # draws at the front that have ended
     _kept: list[int] = field(default_factory=list)  # of these
@@ -181,7 +181,7 @@ class Ledger:
 
     def begin(self, carried: Sequence[Carried] = (), draws: Sequence[Draw] = ()) -> None:
         """Start with what is carried over from the step before and `draws`, in prompt order, and the first round."""
-        self._loads = [0.0] * self.plan.engines
+        self._loads = [0] * self.plan.engines
         self._open = [{} for _ in range(self.plan.engines)]
         for one in carried:
             entry = _Entry(number=len(self.entries), draw=one.draw, done=one.done)
@@ -217,7 +217,7 @@ class Ledger:
     def revive(self) -> None:
         """All engines sample again."""
         self.lost.clear()
-        self._loads = [0.0] * self.plan.engines
+        self._loads = [0] * self.plan.engines
         self._reassign(range(self.plan.engines))
 
     @property
@@ -280,7 +280,7 @@ class Ledger:
 
     def _assign(self, entry: _Entry, engine: int) -> None:
         entry.engine = engine
-        entry.cost = len(entry.draw.prompt.ids) + self.plan.responses * self.rates.length
+        entry.cost = len(entry.draw.prompt.ids) + round(self.plan.responses * self.rates.length)
         self._loads[engine] += entry.cost
         self._open[engine][entry.number] = None
 
