@@ -132,6 +132,9 @@ class Plan:
     when_short: Literal["raise", "continue", "train_partial"] = "train_partial"
     """What comes after them, when the batch is not full: further rounds, or nothing."""
 
+    max_ungraded: float = 1.0
+    """Share of answers without a score above which no further round is drawn: the run is to end."""
+
     surplus: Literal["cancel", "finish", "pause"] = "cancel"
     """What becomes of draws behind the batch when that is certain: not sampled on; sampled to their end before the step
     is over; left as they are for the next step."""
@@ -248,10 +251,15 @@ class Ledger:
             self.passed = self._kept[wanted - 1] + 1
             self.over = self.plan.surplus != "finish" or all_ended
         elif all_ended:
-            if wanted is None or (self.rounds >= self.plan.max_rounds and self.plan.when_short != "continue"):
+            another = self.rounds < self.plan.max_rounds or self.plan.when_short == "continue"
+            if wanted is None or not another or self._too_many_ungraded():
                 self.passed, self.over = self._ended, True
             else:
                 self._draw_round()
+
+    def _too_many_ungraded(self) -> bool:
+        scores = [score for one in self.completed() for _, _, score in one.answers]
+        return sum(map(math.isnan, scores)) > self.plan.max_ungraded * len(scores)
 
     def _draw_round(self) -> None:
         assert self.plan.wanted is not None

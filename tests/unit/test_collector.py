@@ -28,11 +28,12 @@ class InOrder:
     """A stream whose prompt at a position has that index."""
 
     def __init__(self) -> None:
-        self.position, self.counts = 0, list[int]()
+        self.position, self.counts, self.longest = 0, list[int](), 10**6
 
     def draw(self, count: int) -> list[tuple[int, Prompt]]:
         self.counts.append(count)
         first, self.position = self.position, self.position + count
+        assert self.position <= self.longest
         return [(n, Prompt(index=n, text="", ids=(1,) * (2 + n % 5), answer="")) for n in range(first, self.position)]
 
 
@@ -331,6 +332,15 @@ def test_too_many_answers_without_a_grade_end_the_run() -> None:
     one = rig([], dynamic=False, score=lambda prompt, sample: NAN if sample == 3 else 1.0)
     with pytest.raises(UserError, match=r"^rewards\.max_ungraded: step 1: 3 of 12 answers could not be graded"):
         one.steps(1)
+
+
+@pytest.mark.parametrize("when_short", ["train_partial", "continue", "raise"])
+def test_a_grader_that_fails_on_everything_ends_the_run_after_one_round(when_short: str) -> None:
+    one = rig([], when_short=when_short, score=lambda prompt, sample: NAN)
+    one.stream.longest = 1000  # or it would go on for ever
+    with pytest.raises(UserError, match=r"^rewards\.max_ungraded: step 1: 12 of 12 answers could not be graded"):
+        one.steps(1)
+    assert one.stream.counts == [3]
 
 
 def test_figures_of_sampled_groups() -> None:
