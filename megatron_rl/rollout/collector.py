@@ -96,7 +96,7 @@ class Collector:
         wanted = self.config.rollout.prompts_per_step
         if len(batch) < wanted:
             short = f"step {step}: {len(batch)} of {wanted} groups kept in {ledger.rounds} rounds of sampling"
-            if self.config.rollout.when_short == "raise":
+            if ledger.plan.when_short == "raise":
                 raise UserError(f"rollout.max_rounds: {short}; the run stops, its last checkpoint stays")
             self.warn(f"{short}; training on these")
         metrics = sampling_metrics(passed)

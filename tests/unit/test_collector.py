@@ -266,6 +266,21 @@ def test_without_dynamic_sampling_all_groups_are_kept() -> None:
     assert one.stream.counts == [3]
 
 
+def thin_group(**rollout: Any) -> Rig:
+    """Sampling that is not dynamic, and a group, that at position 1, with too few grades to be trained on."""
+    lone = [NAN, 1.0, NAN, NAN]
+    one = rig([], dynamic=False, score=lambda prompt, n: lone[n] if prompt.index == 1 else float(n < 2), **rollout)
+    rewards = one.collector.config.rewards.model_copy(update={"max_ungraded": 0.5})
+    one.collector.config = one.collector.config.model_copy(update={"rewards": rewards})
+    return one
+
+
+def test_what_comes_after_the_rounds_is_asked_of_dynamic_sampling_only() -> None:
+    one = thin_group(when_short="raise")
+    assert indices(one.steps(1)[0].groups) == [0, 2]
+    assert len(one.warnings) == 1
+
+
 def at_most_half(accuracies: Sequence[float]) -> bool:
     """A user's filter; with scores of a whole group of four."""
     assert len(accuracies) == 4
