@@ -138,6 +138,7 @@ class Collector:
             wanted=rollout.prompts_per_step,
             max_rounds=rollout.max_rounds if dynamic else 1,
             when_short=rollout.when_short if dynamic else "train_partial",
+            dynamic=dynamic,
             max_ungraded=self.config.rewards.max_ungraded,
             surplus="pause" if rollout.partial else "finish" if rollout.max_staleness else "cancel",
             batches_ahead=AHEAD * rollout.max_staleness,

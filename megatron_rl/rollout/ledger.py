@@ -126,6 +126,9 @@ class Plan:
     wanted: int | None
     """Groups in the batch; None: every draw is sampled, and that is all (evaluation)."""
 
+    dynamic: bool = True
+    """Whether groups are left out by their scores; else all that are drawn are expected to be kept."""
+
     max_rounds: int = 1
     """How many times prompts may be drawn."""
 
@@ -263,11 +266,13 @@ class Ledger:
 
     def _draw_round(self) -> None:
         assert self.plan.wanted is not None
-        rates = self.rates.after(self.completed()) if self.rounds else self.rates
+        keep = 1.0
+        if self.plan.dynamic:
+            keep = (self.rates.after(self.completed()) if self.rounds else self.rates).keep
         batches = 1 + (self.plan.batches_ahead if self.plan.surplus == "pause" else 0)
         target = batches * self.plan.wanted
         self.rounds += 1
-        needed = prompts_needed(target - self._expected(rates.keep), rates.keep)
+        needed = prompts_needed(target - self._expected(keep), keep)
         self._take(self.draw(min(needed, round(MOST_DRAWN * target))))
 
     def _expected(self, keep: float) -> float:

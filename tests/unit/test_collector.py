@@ -281,6 +281,12 @@ def test_what_comes_after_the_rounds_is_asked_of_dynamic_sampling_only() -> None
     assert len(one.warnings) == 1
 
 
+def test_without_dynamic_sampling_a_thin_group_has_no_more_drawn_in_later_steps() -> None:
+    one = thin_group()
+    one.steps(3)
+    assert one.stream.counts == [3, 3, 3]
+
+
 def at_most_half(accuracies: Sequence[float]) -> bool:
     """A user's filter; with scores of a whole group of four."""
     assert len(accuracies) == 4
