@@ -119,6 +119,7 @@ class Leader:
         self.groups: dict[int, Group] = {}
         """By number in the ledger: groups that were completed here, whole."""
 
+        self._completed: list[Completed] = []  # what was told of them
         self._in_work: dict[int, _InWork] = {}
         self._asked: dict[int, tuple[int, dict[int, int]]] = {}  # by key: draw, and which of its samples are awaited
         self._last_key = 0
@@ -133,6 +134,8 @@ class Leader:
             usable: whether this engine has weights.
         """
         self._board, self._check, self._lost = board, check, not usable
+        for event in self._completed:  # again: nobody read what came behind the loss of the last engine
+            board.post(event)
         if not usable:
             board.post(Lost(engine=self.number))
 
@@ -265,7 +268,9 @@ class Leader:
         group = Group(prompt=one.draw.prompt, responses=tuple(graded))
         self.groups[number] = group
         answers = tuple((one.length, one.finish_reason, one.score) for one in graded)
-        self._board.post(Completed(number=number, engine=self.number, answers=answers, kept=self.keeps(group)))
+        event = Completed(number=number, engine=self.number, answers=answers, kept=self.keeps(group))
+        self._completed.append(event)
+        self._board.post(event)
 
     def _note_ungraded(self, prompt: Prompt, error: str) -> None:
         if error not in self.work.ungraded:
