@@ -69,6 +69,7 @@ class GroupSampler:
 
         self._leader: Leader | None = None
         self._held: dict[int, Group] = {}
+        self._final = ""  # the leader's, from step to step
 
     def begin(
         self,
@@ -100,6 +101,7 @@ class GroupSampler:
                 keeps=keeps,
                 task=task,
                 begun=begun or {},
+                final=self._final,
             )
 
     def go_on(self) -> bool:
@@ -138,6 +140,7 @@ class GroupSampler:
         """What came of it. What is still under way is stopped, and thrown away unless it is to `pause`."""
         ledger, leader = self.busy(), self._leader
         begun = leader.end(ledger, pause=pause) if leader else {}
+        self._final = leader.final if leader else ""
         works: list[Work | None] = [None] * self.wait.group.world
         dist.all_gather_object(works, leader.work if leader else None, group=self.everyone)
         groups = {number: self._group(number) for number, one in enumerate(ledger.entries) if one.done}
