@@ -110,7 +110,7 @@ class Leader:
             engine: it.
             grades: this rank's graders.
             decode: token ids to text.
-            keeps: whether a group is trained on.
+            keeps: whether a group is trained on; a UserError that it raises ends the run on every rank.
             task: what is asked of every draw.
             begun: by position of a draw, what a step before left here of its answers.
             final: the `final` of this engine's leader of the step before.
@@ -273,7 +273,13 @@ class Leader:
         group = Group(prompt=one.draw.prompt, responses=tuple(graded))
         self.groups[number] = group
         answers = tuple((one.length, one.finish_reason, one.score) for one in graded)
-        event = Completed(number=number, engine=self.number, answers=answers, kept=self.keeps(group))
+        try:
+            kept = self.keeps(group)
+        except UserError as error:  # told to all, so that none waits for this rank
+            self.final = str(error)
+            self._board.post(Lost(engine=self.number, final=self.final))
+            return
+        event = Completed(number=number, engine=self.number, answers=answers, kept=kept)
         self._completed.append(event)
         self._board.post(event)
 

@@ -23,7 +23,8 @@ from megatron_rl.types import Graded, Group, Response
 
 
 class EnginesGoneError(UserError):
-    """Engines fail again and again. Raised on every rank, between two collectives: the run can still be saved."""
+    """Engines fail again and again, or a filter of the user's does. Raised on every rank, between two collectives: the
+    run can still be saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,7 @@ class GroupSampler:
 
         Raises:
             UserError: a leader has hung.
-            EnginesGoneError: an engine was lost too often.
+            EnginesGoneError: an engine was lost too often, or `keeps` raised.
         """
         ledger, leader, wait = self.busy(), self._leader, self.wait
         if ledger.stalled:

@@ -131,13 +131,13 @@ def alone(engine: Echo, monkeypatch: pytest.MonkeyPatch, grader: Callable[..., f
     return sampler_of(engine, dist.HashStore(), EngineGroup(rank=0, size=1, world=1), grader)
 
 
-def sample(sampler: GroupSampler) -> Sampled:
+def sample(sampler: GroupSampler, keeps: Callable[[Group], bool] = lambda group: True) -> Sampled:
     """All prompts, as a training step draws them."""
     draws = [Draw(stream=TRAINING_STREAM, position=40 + n, prompt=prompt) for n, prompt in enumerate(PROMPTS)]
     plan = Plan(wanted=None, engines=sampler.wait.group.engines, responses=3)
     ledger = Ledger(plan=plan, rates=Rates(), draw=lambda count: ())
     ledger.begin(draws=draws)
-    sampler.begin(ledger, Task(responses=3, max_tokens=9, sampling=SAMPLING, seed=3), keeps=lambda group: True)
+    sampler.begin(ledger, Task(responses=3, max_tokens=9, sampling=SAMPLING, seed=3), keeps=keeps)
     assert sampler.go_on()
     return sampler.end()
 
@@ -222,6 +222,24 @@ def test_every_response_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.reason = "abort"
     with pytest.raises(AssertionError, match="a part"):
         sample(alone(engine, monkeypatch))
+
+
+def test_a_filter_that_fails_on_one_rank_ends_the_run_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, store = Ranks(2), dist.HashStore()
+    monkeypatch.setattr(module, "dist", world)
+
+    def keeps(group: Group) -> bool:
+        if group.prompt.index == 13:
+            raise UserError("algorithm.group_filter: it divides by zero")
+        return True
+
+    def of_rank(rank: int) -> None:
+        world.here.rank = rank
+        with pytest.raises(EnginesGoneError, match=r"^algorithm\.group_filter: it divides by zero$"):
+            sample(sampler_of(Echo(), store, EngineGroup(rank=rank, size=1, world=2), last_line), keeps)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(of_rank, range(2)))
 
 
 class Dying(Echo):
