@@ -110,7 +110,7 @@ class Collector:
         wanted = self.config.rollout.prompts_per_step
         if len(batch) < wanted:
             short = f"step {step}: {len(batch)} of {wanted} groups kept in {ledger.rounds} rounds of sampling"
-            if self.config.rollout.when_short == "raise":
+            if ledger.plan.when_short == "raise":
                 raise UserError(f"rollout.max_rounds: {short}; the run stops, its last checkpoint stays")
             self.warn(f"{short}; training on these")
         metrics = sampling_metrics(passed)
@@ -162,6 +162,8 @@ class Collector:
             wanted=rollout.prompts_per_step,
             max_rounds=rollout.max_rounds if dynamic else 1,
             when_short=rollout.when_short if dynamic else "train_partial",
+            dynamic=dynamic,
+            max_ungraded=self.config.rewards.max_ungraded,
             surplus="pause" if rollout.partial else "finish" if rollout.max_staleness else "cancel",
             batches_ahead=AHEAD * rollout.max_staleness,
             engines=self.sampler.wait.group.engines,

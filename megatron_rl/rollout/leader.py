@@ -100,6 +100,7 @@ class Leader:
         keeps: Callable[[Group], bool],
         task: Task,
         begun: Mapping[int, Begun],
+        final: str = "",
     ) -> None:
         """Lead engine `number`.
 
@@ -109,16 +110,21 @@ class Leader:
             engine: it.
             grades: this rank's graders.
             decode: token ids to text.
-            keeps: whether a group is trained on.
+            keeps: whether a group is trained on; a UserError that it raises ends the run on every rank.
             task: what is asked of every draw.
             begun: by position of a draw, what a step before left here of its answers.
+            final: the `final` of this engine's leader of the step before.
         """
         self.number, self.rank, self.engine, self.grades = number, rank, engine, grades
         self.decode, self.keeps, self.task, self.begun = decode, keeps, task, dict(begun)
+        self.final = final
+        """Why the run must end. Told each time: a step that was over just before it took no note of it."""
+
         self.work = Work()
         self.groups: dict[int, Group] = {}
         """By number in the ledger: groups that were completed here, whole."""
 
+        self._completed: list[Completed] = []  # what was told of them
         self._in_work: dict[int, _InWork] = {}
         self._asked: dict[int, tuple[int, dict[int, int]]] = {}  # by key: draw, and which of its samples are awaited
         self._last_key = 0
@@ -132,9 +138,11 @@ class Leader:
             check: refuses responses of other weights than all engines should have, and aborted ones unless they may be.
             usable: whether this engine has weights.
         """
-        self._board, self._check, self._lost = board, check, not usable
-        if not usable:
-            board.post(Lost(engine=self.number))
+        self._board, self._check, self._lost = board, check, bool(self.final) or not usable
+        for event in self._completed:  # again: nobody read what came behind the loss of the last engine
+            board.post(event)
+        if self._lost:
+            board.post(Lost(engine=self.number, final=self.final))
 
     def step(self, ledger: Ledger, wait_s: float) -> bool:
         """Look at everything once, and wait about so long for the engine; whether anything happened."""
@@ -163,16 +171,16 @@ class Leader:
         """The engine can't sample in this phase."""
         log.warning("engine %d was lost: %s", self.number, reason.partition("\n")[0])  # the engine says more
         self.work.engines_lost += 1
-        self._lost, final = True, ""
+        self._lost = True
         self._asked.clear()
         for number in [number for number, one in self._in_work.items() if one.missing]:  # others repeat them
             self._keep_begun(number)
         try:
             self.engine.restart()
         except UserError as error:
-            final = str(error)
+            self.final = str(error)
             self.engine.stop()
-        self._board.post(Lost(engine=self.number, final=final))
+        self._board.post(Lost(engine=self.number, final=self.final))
 
     def end(self, ledger: Ledger, *, pause: bool) -> dict[int, Begun]:
         """Stop sampling what `ledger` says.
@@ -265,7 +273,15 @@ class Leader:
         group = Group(prompt=one.draw.prompt, responses=tuple(graded))
         self.groups[number] = group
         answers = tuple((one.length, one.finish_reason, one.score) for one in graded)
-        self._board.post(Completed(number=number, engine=self.number, answers=answers, kept=self.keeps(group)))
+        try:
+            kept = self.keeps(group)
+        except UserError as error:  # told to all, so that none waits for this rank
+            self.final = str(error)
+            self._board.post(Lost(engine=self.number, final=self.final))
+            return
+        event = Completed(number=number, engine=self.number, answers=answers, kept=kept)
+        self._completed.append(event)
+        self._board.post(event)
 
     def _note_ungraded(self, prompt: Prompt, error: str) -> None:
         if error not in self.work.ungraded:
