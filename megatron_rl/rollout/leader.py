@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from megatron_rl.errors import UserError
@@ -197,7 +197,10 @@ class Leader:
         return self.begun.get(ledger.entries[number].draw.position, [])  # its turn has not come in this step
 
     def _begin(self, number: int, draw: Draw) -> None:
-        """Ask the engine for what a group lacks; answers that were begun go on, the others share one request."""
+        """Ask the engine for what a group lacks; answers that were begun go on, the others share one request.
+
+        One that has no room left (the run was resumed with a smaller budget) is as long as it may be.
+        """
         answers = list(self.begun.pop(draw.position, ()))
         answers += [None] * (self.task.responses - len(answers))
         self._in_work[number] = _InWork(draw, answers, missing=0)
@@ -205,8 +208,12 @@ class Leader:
         if fresh:
             self._ask(number, draw, fresh, ())
         for sample, answer in enumerate(answers):
-            if answer is not None and answer.finish_reason == "abort":
+            if answer is None or answer.finish_reason != "abort":
+                continue
+            if len(answer.ids) < self.task.max_tokens:
                 self._ask(number, draw, [sample], answer.ids)
+            else:
+                answers[sample] = replace(answer, finish_reason="length")
         if not self._in_work[number].missing:  # only its grades were missing
             self._grade(number)
 

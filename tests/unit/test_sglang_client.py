@@ -160,6 +160,23 @@ def test_an_aborted_response_may_be_short_and_have_no_tokens() -> None:
 
 
 @pytest.mark.parametrize(
+    ("last", "max_tokens", "reason"), [(6, 4, "abort"), (2, 4, "stop"), (2, 3, "stop"), (6, 3, "length")]
+)
+def test_what_is_aborted_as_it_ends_is_complete(last: int, max_tokens: int, reason: str) -> None:
+    meta = {**REPLY["meta_info"], "finish_reason": {"type": "abort"}}
+    meta["output_token_logprobs"] = [*meta["output_token_logprobs"][:2], [-0.5, last, None]]
+
+    async def answer(number: int, body: dict[str, Any]) -> Any:
+        return {"output_ids": [18, 27, last], "meta_info": meta}
+
+    async def ask(client: SglangClient) -> Any:
+        return await client.generate(replace(REQUEST, max_tokens=max_tokens), Sampling())
+
+    (response,) = asyncio.run(run_against(answer, ask))
+    assert (response.ids, response.finish_reason) == ((18, 27, last), reason)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"output_token_logprobs": [[-1.5, 18, None]]}, "log-probs came for other tokens than the 3"),
