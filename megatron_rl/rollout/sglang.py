@@ -125,9 +125,9 @@ class SglangEngine:
         """See `Engine`.
 
         Raises:
-            EngineLost: the server has ended, hangs, or can't be reached.
+            EngineLost: the server has ended, hangs, can't be reached, or took too long.
             UserError: it refused the key, or its cache is too small.
-            RuntimeError: it refused a request, or took too long.
+            RuntimeError: it refused a request.
         """
         deadline = time.monotonic() + wait_s
         while not self._lost and self._asker and self._asker.busy:

@@ -68,9 +68,9 @@ class SglangClient:
         of the whole distribution with `top_p` too: SGLang takes them before it cuts.
 
         Raises:
-            EngineLost: the connection was lost again and again.
+            EngineLost: the connection was lost again and again, or the request took too long.
             UserError: the API key is wrong, or the server's cache is too small for a longest response.
-            RuntimeError: the server refused the request, or took too long.
+            RuntimeError: the server refused the request.
         """
         params = _sampling_params(request, sampling, self.eos)
         if self.seeded:
@@ -121,7 +121,8 @@ class SglangClient:
             async with asyncio.timeout(self.timeout_s):
                 reply = await self._until_connected(path, body)
         except TimeoutError:
-            raise RuntimeError(f"SGLang: {path} took longer than {self.timeout_s:g} s") from None
+            message = f"SGLang: {path} took longer than {self.timeout_s:g} s (rollout.sglang.request_timeout_s)"
+            raise EngineLost(message) from None
         if reply.status_code == 401:
             raise UserError(f"SGLang: {self._http.base_url} refused the API key; is it this run's server?")
         if reply.status_code != 200:

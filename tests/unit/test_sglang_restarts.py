@@ -70,8 +70,8 @@ SHORT, LONG = (Request(prompt_ids=(token, 6), seeds=(0,), max_tokens=9) for toke
 
 
 @pytest.fixture
-def engine(untied_model: Model, tmp_path: Path) -> Iterator[SglangEngine]:
-    """Awake, with weights; it may be started again twice."""
+def engine(untied_model: Model, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SglangEngine]:
+    """Awake, with weights; it may be started again twice. Options for its server come as a parameter."""
     package = tmp_path / "sglang"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -84,7 +84,12 @@ def engine(untied_model: Model, tmp_path: Path) -> Iterator[SglangEngine]:
         rollout={
             "engine": "sglang",
             "engine_restarts": 2,
-            "sglang": {"environment": environment, "start_timeout_s": 30, "hung_after_s": 1},
+            "sglang": {
+                "environment": environment,
+                "start_timeout_s": 30,
+                "hung_after_s": 1,
+                **getattr(request, "param", {}),
+            },
         },
     )
     group = EngineGroup(rank=0, size=1, world=1)
@@ -219,6 +224,16 @@ def test_a_hung_server_is_told_and_replaced(engine: SglangEngine, tmp_path: Path
     engine.restart()
     assert time.monotonic() - begun < 2
     assert not set(old) & set(writing_to(engine.directory / "server.log"))
+    engine.sleep()
+    wake(engine)
+    assert answers(engine)
+
+
+@pytest.mark.parametrize("engine", [{"request_timeout_s": 1}], indirect=True)
+def test_one_that_is_well_and_yet_never_replies_is_told_and_replaced(engine: SglangEngine) -> None:
+    engine.submit(0, LONG, Sampling())
+    assert "took longer than 1 s (rollout.sglang.request_timeout_s)" in lost(engine)
+    engine.restart()
     engine.sleep()
     wake(engine)
     assert answers(engine)
