@@ -241,9 +241,9 @@ def test_one_that_is_lost_too_often_ends_the_run(engine: SglangEngine, weights: 
 
 
 def keeper(engine: SglangEngine) -> int:
-    assert engine._server
-    assert engine._server._child
-    return engine._server._child.pid
+    assert engine._kept
+    assert engine._kept.server._child
+    return engine._kept.server._child.pid
 
 
 def kill(processes: list[int], with_signal: signal.Signals, but: int = -1) -> None:
