@@ -75,6 +75,8 @@ class Work:
     """Responses that were stopped on their way."""
 
     engines_lost: int = 0
+    """How often the engine was lost since the run began, whoever noticed."""
+
     ungraded: dict[str, int] = field(default_factory=dict)
     """Answers without a grade, by reason."""
 
@@ -162,7 +164,6 @@ class Leader:
     def report_lost(self, reason: str) -> None:
         """The engine can't sample in this phase."""
         log.warning("engine %d was lost: %s", self.number, reason.partition("\n")[0])  # the engine says more
-        self.work.engines_lost += 1
         self._lost, final = True, ""
         self._asked.clear()
         for number in [number for number, one in self._in_work.items() if one.missing]:  # others repeat them
@@ -184,6 +185,7 @@ class Leader:
             for key, sample, response in self.engine.abort():
                 self._check(response, True)
                 self._take(key, sample, response)
+        self.work.engines_lost = self.engine.losses
         self.grades.forget()  # after that: what was completed just now would be graded
         left = {number: self._what_there_is(number, ledger) for number in ledger.open_for(self.number) if pause}
         return {number: answers for number, answers in left.items() if any(answers)}

@@ -316,6 +316,14 @@ def test_a_lost_engine_changes_nothing_in_the_batch(engines: int) -> None:
     assert again is None or again.groups
 
 
+def test_losses_that_no_sampling_met_are_counted_in_the_next_step() -> None:
+    one = rig(lambda n: n % 4, engines=2)
+    one.steps(1)
+    one.sampler.engines[1].losses += 2  # asleep
+    found = [one.collector.collect(step) for step in (2, 3)]
+    assert [rollout and rollout.metrics.values()["work/engines_lost"] for rollout in found] == [2, 0]
+
+
 def test_when_all_engines_are_lost_the_step_goes_on_after_they_got_weights() -> None:
     one, calm = (rig(lambda n: n % 4, engines=2, prompts_per_step=6) for _ in range(2))
     one.sampler.engines[0].dies_at, one.sampler.engines[1].dies_at = 0.5, 0.7

@@ -36,6 +36,8 @@ class Echo:
         self.reason: FinishReason = "stop"
         self._found: list[tuple[int, int, Response]] = []
 
+    losses = 0
+
     def health(self) -> bool:
         return True
 
