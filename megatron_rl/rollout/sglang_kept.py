@@ -190,7 +190,7 @@ class KeptServer:
                 return
 
     def _release(self, control: SglangControl) -> None:
-        control.pause(within_s=self.config.sglang.hung_after_s)  # nothing is under way
+        control.pause(self.config.sglang.hung_after_s)  # nothing is under way
         control.flush()
         control.release([tag for tag in (*CACHE, *WEIGHTS) if tag in self._has])
         self._has.clear()
