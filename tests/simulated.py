@@ -69,6 +69,7 @@ class FakeEngine:
     version: int = 0
     dies_at: float = math.inf
     usable: bool = True
+    losses: int = 0
     asked: list[Request] = field(default_factory=list)
     history: list[tuple[float, int]] = field(default_factory=list)
     """(second, how many run from then on)."""
@@ -94,6 +95,7 @@ class FakeEngine:
         self._advance()
         if self.clock.now >= self.dies_at:
             self._forget()
+            self.losses += 1
             raise EngineLost("it was killed")
         found, self._found = self._found, []
         return found

@@ -63,6 +63,7 @@ class Collector:
         self.work = (0, 0)
         """Tokens and responses that the run's engines sampled, whatever became of them."""
 
+        self._engines_lost = 0  # before this step
         self._begun_anew = 0
         self._rounds = 0
         self._start: _Start | None = None  # of the step that is under way, or was collected early
@@ -234,4 +235,5 @@ class Collector:
         metrics.add("work/stopped", work.aborted)
         if ledger.plan.surplus == "cancel":
             metrics.add("work/groups_discarded", sum(one.kept for one in ledger.completed(ledger.passed, None)))
-        metrics.add("work/engines_lost", work.engines_lost)
+        metrics.add("work/engines_lost", work.engines_lost - self._engines_lost)
+        self._engines_lost = work.engines_lost

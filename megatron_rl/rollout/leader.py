@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from megatron_rl.errors import UserError
@@ -75,6 +75,8 @@ class Work:
     """Responses that were stopped on their way."""
 
     engines_lost: int = 0
+    """How often the engine was lost since the run began, whoever noticed."""
+
     ungraded: dict[str, int] = field(default_factory=dict)
     """Answers without a grade, by reason."""
 
@@ -170,7 +172,6 @@ class Leader:
     def report_lost(self, reason: str) -> None:
         """The engine can't sample in this phase."""
         log.warning("engine %d was lost: %s", self.number, reason.partition("\n")[0])  # the engine says more
-        self.work.engines_lost += 1
         self._lost = True
         self._asked.clear()
         for number in [number for number, one in self._in_work.items() if one.missing]:  # others repeat them
@@ -192,6 +193,7 @@ class Leader:
             for key, sample, response in self.engine.abort():
                 self._check(response, True)
                 self._take(key, sample, response)
+        self.work.engines_lost = self.engine.losses
         self.grades.forget()  # after that: what was completed just now would be graded
         left = {number: self._what_there_is(number, ledger) for number in ledger.open_for(self.number) if pause}
         return {number: answers for number, answers in left.items() if any(answers)}
@@ -205,7 +207,10 @@ class Leader:
         return self.begun.get(ledger.entries[number].draw.position, [])  # its turn has not come in this step
 
     def _begin(self, number: int, draw: Draw) -> None:
-        """Ask the engine for what a group lacks; answers that were begun go on, the others share one request."""
+        """Ask the engine for what a group lacks; answers that were begun go on, the others share one request.
+
+        One that has no room left (the run was resumed with a smaller budget) is as long as it may be.
+        """
         answers = list(self.begun.pop(draw.position, ()))
         answers += [None] * (self.task.responses - len(answers))
         self._in_work[number] = _InWork(draw, answers, missing=0)
@@ -213,8 +218,12 @@ class Leader:
         if fresh:
             self._ask(number, draw, fresh, ())
         for sample, answer in enumerate(answers):
-            if answer is not None and answer.finish_reason == "abort":
+            if answer is None or answer.finish_reason != "abort":
+                continue
+            if len(answer.ids) < self.task.max_tokens:
                 self._ask(number, draw, [sample], answer.ids)
+            else:
+                answers[sample] = replace(answer, finish_reason="length")
         if not self._in_work[number].missing:  # only its grades were missing
             self._grade(number)
 

@@ -202,6 +202,25 @@ def test_what_paused_waits_through_a_step_that_has_its_batch_already() -> None:
     assert third.metrics.values()["work/continued"] >= 1
 
 
+def test_a_part_that_has_no_room_left_is_complete() -> None:
+    """The run was resumed with a smaller `rollout.max_response_tokens`."""
+    one = rig(lambda n: 2, max_staleness=2, partial=True)
+    position, prompt = one.stream.draw(1)[0]
+    parts = [
+        Response(ids=(7,) * n, logprobs=(-1.0,) * n, finish_reason="abort", weight_versions=(1,) * n) for n in (90, 91)
+    ]
+    one.collector.leftover = Leftover(
+        draws=(Carried(draw=Draw(stream=0, position=position, prompt=prompt, step=1), engine=0),),
+        held={},
+        begun={position: [*parts, None, None]},
+    )
+    rollout = one.collector.collect(2)
+    assert rollout is not None
+    found = [(answer.length, answer.finish_reason) for answer in rollout.groups[0].responses]
+    assert found[:2] == [(90, "length"), (91, "length")]
+    assert rollout.metrics.values()["work/continued"] == 0
+
+
 def test_without_a_use_for_them_they_are_thrown_away_and_counted() -> None:
     # One of three is kept, so more are drawn; three of them, or more, are kept: too many.
     one = rig([0, 2, 4, 1, 2] + [3] * 99)
@@ -324,6 +343,14 @@ def test_nobody_waits_for_an_engine_that_dies_with_nothing_to_do() -> None:
     one.sampler.engines[1].dies_at = 0.01  # the only group is sampled by the first
     (rollout,) = one.steps(1)
     assert rollout.metrics.values()["work/engines_lost"] == 0
+
+
+def test_losses_that_no_sampling_met_are_counted_in_the_next_step() -> None:
+    one = rig(lambda n: n % 4, engines=2)
+    one.steps(1)
+    one.sampler.engines[1].losses += 2  # asleep
+    found = [one.collector.collect(step) for step in (2, 3)]
+    assert [rollout and rollout.metrics.values()["work/engines_lost"] for rollout in found] == [2, 0]
 
 
 def test_when_all_engines_are_lost_the_step_goes_on_after_they_got_weights() -> None:

@@ -37,6 +37,8 @@ class Echo:
         self.reason: FinishReason = "stop"
         self._found: list[tuple[int, int, Response]] = []
 
+    losses = 0
+
     def health(self) -> bool:
         return True
 
@@ -254,6 +256,7 @@ class Dying(Echo):
 
     def poll(self, wait_s: float) -> list[tuple[int, int, Response]]:
         if not self.left:
+            self.losses += 1
             raise EngineLost("it was killed")
         self.left -= 1
         return [self._found.pop()]
