@@ -20,7 +20,7 @@ from megatron_rl.rollout.engine import EngineLost, Request, Sampling
 from megatron_rl.rollout.groups import EngineGroup
 from megatron_rl.rollout.leader import Begun, Board, Leader, Task, Work
 from megatron_rl.rollout.ledger import Event, Ledger
-from megatron_rl.rollout.sampler import Sampled, _together
+from megatron_rl.rollout.sampler import Sampled, together
 from megatron_rl.types import FinishReason, Graded, Group, Prompt, Response
 
 
@@ -69,6 +69,7 @@ class FakeEngine:
     version: int = 0
     dies_at: float = math.inf
     usable: bool = True
+    losses: int = 0
     asked: list[Request] = field(default_factory=list)
     history: list[tuple[float, int]] = field(default_factory=list)
     """(second, how many run from then on)."""
@@ -94,6 +95,7 @@ class FakeEngine:
         self._advance()
         if self.clock.now >= self.dies_at:
             self._forget()
+            self.losses += 1
             raise EngineLost("it was killed")
         found, self._found = self._found, []
         return found
@@ -294,11 +296,11 @@ class SimulatedSampler:
                 if not (ledger.over or ledger.stalled):
                     moved = self._leaders[number].step(ledger, 0.0) or moved
             if not moved:
-                following = min(
-                    [engine.next_event() for engine in self.engines if engine.usable]
-                    + [grades.next_event() for grades in self.grades]
-                    + [engine.dies_at for engine in self.engines]
-                )
+                times = [engine.next_event() for engine in self.engines if engine.usable]
+                times += [grades.next_event() for grades in self.grades]
+                times += [engine.dies_at for engine in self.engines]
+                # An idle engine may have died unnoticed: what is past moves nobody.
+                following = min((at for at in times if at > self.clock.now), default=math.inf)
                 assert following < math.inf, "nothing will ever happen"
                 self.clock.now = max(self.clock.now + self.pause_s, following)
         self.rollouts_s.append(self.clock.now - begun)
@@ -318,7 +320,7 @@ class SimulatedSampler:
             if one.done:
                 groups[number] = self._leaders[one.done.engine].groups.get(number) or self._held[one.draw.position]
         self.ledger = None
-        return Sampled(groups=groups, begun=begun, work=_together(works))
+        return Sampled(groups=groups, begun=begun, work=together(works))
 
 
 def _copy(ledger: Ledger, draw: Callable) -> Ledger:

@@ -1,9 +1,9 @@
 """Which groups are trained on (dynamic sampling)."""
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
-from megatron_rl.functions import load_function
+from megatron_rl.errors import UserError
+from megatron_rl.functions import load_function, trying
 
 GroupFilter = Callable[[Sequence[float]], bool]
 
@@ -22,7 +22,20 @@ def keep_group(accuracies: Sequence[float]) -> bool:
 def load_filter(name: str) -> GroupFilter:
     """The filter `mixed` (`keep_group`), or `package.module:function`, called as `function(accuracies)`.
 
+    The latter raises UserError if the function raises, or returns anything but True or False.
+
     Raises:
         UserError: there is no such function.
     """
-    return keep_group if name == "mixed" else cast(GroupFilter, load_function(name, "algorithm.group_filter"))
+    if name == "mixed":
+        return keep_group
+    function = load_function(name, "algorithm.group_filter")
+
+    def keeps(accuracies: Sequence[float]) -> bool:
+        with trying(f"algorithm.group_filter: {name}"):
+            kept = function(accuracies)
+        if not isinstance(kept, bool):
+            raise UserError(f"algorithm.group_filter: {name} returned {kept!r}, not True or False")
+        return kept
+
+    return keeps

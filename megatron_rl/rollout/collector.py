@@ -63,6 +63,7 @@ class Collector:
         self.work = (0, 0)
         """Tokens and responses that the run's engines sampled, whatever became of them."""
 
+        self._engines_lost = 0  # before this step
         self._begun_anew = 0
         self._rounds = 0
         self._start: _Start | None = None  # of the step that is under way, or was collected early
@@ -110,7 +111,7 @@ class Collector:
         wanted = self.config.rollout.prompts_per_step
         if len(batch) < wanted:
             short = f"step {step}: {len(batch)} of {wanted} groups kept in {ledger.rounds} rounds of sampling"
-            if self.config.rollout.when_short == "raise":
+            if ledger.plan.when_short == "raise":
                 raise UserError(f"rollout.max_rounds: {short}; the run stops, its last checkpoint stays")
             self.warn(f"{short}; training on these")
         metrics = sampling_metrics(passed)
@@ -162,6 +163,8 @@ class Collector:
             wanted=rollout.prompts_per_step,
             max_rounds=rollout.max_rounds if dynamic else 1,
             when_short=rollout.when_short if dynamic else "train_partial",
+            dynamic=dynamic,
+            max_ungraded=self.config.rewards.max_ungraded,
             surplus="pause" if rollout.partial else "finish" if rollout.max_staleness else "cancel",
             batches_ahead=AHEAD * rollout.max_staleness,
             engines=self.sampler.wait.group.engines,
@@ -232,4 +235,5 @@ class Collector:
         metrics.add("work/stopped", work.aborted)
         if ledger.plan.surplus == "cancel":
             metrics.add("work/groups_discarded", sum(one.kept for one in ledger.completed(ledger.passed, None)))
-        metrics.add("work/engines_lost", work.engines_lost)
+        metrics.add("work/engines_lost", work.engines_lost - self._engines_lost)
+        self._engines_lost = work.engines_lost

@@ -28,6 +28,9 @@ class EmbeddedEngine:
     (up to rounding of the logits).
     """
 
+    losses = 0
+    """It is a part of this process: it can't be lost without it."""
+
     def __init__(
         self,
         model_dir: Path,
@@ -164,7 +167,7 @@ class EmbeddedEngine:
         return ended
 
     def restart(self) -> None:
-        """It is a part of this process: it can't be lost without it."""
+        """See `losses`."""
         raise RuntimeError("the embedded engine is never lost, so it can't be started again")
 
     def _drop(self) -> None:

@@ -138,11 +138,17 @@ class Engine(Generates, Protocol):
     def restart(self) -> None:
         """Begin to replace an engine that was lost, and don't wait for it; in the main thread. What it had is gone.
 
-        `sleep` waits for it; it has weights again after the next `wake`, `update_weights` and `resume`.
+        `sleep` and `wake` wait for it; it has weights again after the next `wake`, `update_weights` and `resume`.
+        Nothing if it is being replaced already, as `sleep` and `wake` do it with one that they find lost.
 
         Raises:
-            UserError: it was started again `rollout.engine_restarts` times already.
+            UserError: it was started again `rollout.engine_restarts` times already, or can't be. Then it is lost for
+                good: it takes part in the other calls, generates nothing, and says so here again.
         """
+
+    @property
+    def losses(self) -> int:
+        """How often it was lost since it was made."""
 
     def stop(self) -> None:
         """End it. Again does nothing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from megatron_rl.errors import UserError
@@ -75,6 +75,8 @@ class Work:
     """Responses that were stopped on their way."""
 
     engines_lost: int = 0
+    """How often the engine was lost since the run began, whoever noticed."""
+
     ungraded: dict[str, int] = field(default_factory=dict)
     """Answers without a grade, by reason."""
 
@@ -100,6 +102,7 @@ class Leader:
         keeps: Callable[[Group], bool],
         task: Task,
         begun: Mapping[int, Begun],
+        final: str = "",
     ) -> None:
         """Lead engine `number`.
 
@@ -109,16 +112,21 @@ class Leader:
             engine: it.
             grades: this rank's graders.
             decode: token ids to text.
-            keeps: whether a group is trained on.
+            keeps: whether a group is trained on; a UserError that it raises ends the run on every rank.
             task: what is asked of every draw.
             begun: by position of a draw, what a step before left here of its answers.
+            final: the `final` of this engine's leader of the step before.
         """
         self.number, self.rank, self.engine, self.grades = number, rank, engine, grades
         self.decode, self.keeps, self.task, self.begun = decode, keeps, task, dict(begun)
+        self.final = final
+        """Why the run must end. Told each time: a step that was over just before it took no note of it."""
+
         self.work = Work()
         self.groups: dict[int, Group] = {}
         """By number in the ledger: groups that were completed here, whole."""
 
+        self._completed: list[Completed] = []  # what was told of them
         self._in_work: dict[int, _InWork] = {}
         self._asked: dict[int, tuple[int, dict[int, int]]] = {}  # by key: draw, and which of its samples are awaited
         self._last_key = 0
@@ -132,9 +140,11 @@ class Leader:
             check: refuses responses of other weights than all engines should have, and aborted ones unless they may be.
             usable: whether this engine has weights.
         """
-        self._board, self._check, self._lost = board, check, not usable
-        if not usable:
-            board.post(Lost(engine=self.number))
+        self._board, self._check, self._lost = board, check, bool(self.final) or not usable
+        for event in self._completed:  # again: nobody read what came behind the loss of the last engine
+            board.post(event)
+        if self._lost:
+            board.post(Lost(engine=self.number, final=self.final))
 
     def step(self, ledger: Ledger, wait_s: float) -> bool:
         """Look at everything once, and wait about so long for the engine; whether anything happened."""
@@ -162,17 +172,16 @@ class Leader:
     def report_lost(self, reason: str) -> None:
         """The engine can't sample in this phase."""
         log.warning("engine %d was lost: %s", self.number, reason.partition("\n")[0])  # the engine says more
-        self.work.engines_lost += 1
-        self._lost, final = True, ""
+        self._lost = True
         self._asked.clear()
         for number in [number for number, one in self._in_work.items() if one.missing]:  # others repeat them
             self._keep_begun(number)
         try:
             self.engine.restart()
         except UserError as error:
-            final = str(error)
+            self.final = str(error)
             self.engine.stop()
-        self._board.post(Lost(engine=self.number, final=final))
+        self._board.post(Lost(engine=self.number, final=self.final))
 
     def end(self, ledger: Ledger, *, pause: bool) -> dict[int, Begun]:
         """Stop sampling what `ledger` says.
@@ -184,6 +193,7 @@ class Leader:
             for key, sample, response in self.engine.abort():
                 self._check(response, True)
                 self._take(key, sample, response)
+        self.work.engines_lost = self.engine.losses
         self.grades.forget()  # after that: what was completed just now would be graded
         left = {number: self._what_there_is(number, ledger) for number in ledger.open_for(self.number) if pause}
         return {number: answers for number, answers in left.items() if any(answers)}
@@ -197,7 +207,10 @@ class Leader:
         return self.begun.get(ledger.entries[number].draw.position, [])  # its turn has not come in this step
 
     def _begin(self, number: int, draw: Draw) -> None:
-        """Ask the engine for what a group lacks; answers that were begun go on, the others share one request."""
+        """Ask the engine for what a group lacks; answers that were begun go on, the others share one request.
+
+        One that has no room left (the run was resumed with a smaller budget) is as long as it may be.
+        """
         answers = list(self.begun.pop(draw.position, ()))
         answers += [None] * (self.task.responses - len(answers))
         self._in_work[number] = _InWork(draw, answers, missing=0)
@@ -205,8 +218,12 @@ class Leader:
         if fresh:
             self._ask(number, draw, fresh, ())
         for sample, answer in enumerate(answers):
-            if answer is not None and answer.finish_reason == "abort":
+            if answer is None or answer.finish_reason != "abort":
+                continue
+            if len(answer.ids) < self.task.max_tokens:
                 self._ask(number, draw, [sample], answer.ids)
+            else:
+                answers[sample] = replace(answer, finish_reason="length")
         if not self._in_work[number].missing:  # only its grades were missing
             self._grade(number)
 
@@ -265,7 +282,15 @@ class Leader:
         group = Group(prompt=one.draw.prompt, responses=tuple(graded))
         self.groups[number] = group
         answers = tuple((one.length, one.finish_reason, one.score) for one in graded)
-        self._board.post(Completed(number=number, engine=self.number, answers=answers, kept=self.keeps(group)))
+        try:
+            kept = self.keeps(group)
+        except UserError as error:  # told to all, so that none waits for this rank
+            self.final = str(error)
+            self._board.post(Lost(engine=self.number, final=self.final))
+            return
+        event = Completed(number=number, engine=self.number, answers=answers, kept=kept)
+        self._completed.append(event)
+        self._board.post(event)
 
     def _note_ungraded(self, prompt: Prompt, error: str) -> None:
         if error not in self.work.ungraded:

@@ -126,11 +126,17 @@ class Plan:
     wanted: int | None
     """Groups in the batch; None: every draw is sampled, and that is all (evaluation)."""
 
+    dynamic: bool = True
+    """Whether groups are left out by their scores; else all that are drawn are expected to be kept."""
+
     max_rounds: int = 1
     """How many times prompts may be drawn."""
 
     when_short: Literal["raise", "continue", "train_partial"] = "train_partial"
     """What comes after them, when the batch is not full: further rounds, or nothing."""
+
+    max_ungraded: float = 1.0
+    """Share of answers without a score above which no further round is drawn: the run is to end."""
 
     surplus: Literal["cancel", "finish", "pause"] = "cancel"
     """What becomes of draws behind the batch when that is certain: not sampled on; sampled to their end before the step
@@ -151,7 +157,7 @@ class _Entry:
     draw: Draw
     engine: int = -1
     done: Completed | None = None
-    cost: float = 0.0
+    cost: int = 0
 
 
 @dataclass
@@ -175,7 +181,7 @@ class Ledger:
     passed: int = 0
     """How many draws the step is done with, when it is over: the batch, and what was left out before its last group."""
 
-    _loads: list[float] = field(default_factory=list)
+    _loads: list[int] = field(default_factory=list)  # whole tokens: what is added and taken again leaves nothing
     _open: list[dict[int, None]] = field(default_factory=list)  # by engine: numbers, in order
     _ended: int = 0  # draws at the front that have ended
     _kept: list[int] = field(default_factory=list)  # of these
@@ -183,7 +189,7 @@ class Ledger:
 
     def begin(self, carried: Sequence[Carried] = (), draws: Sequence[Draw] = ()) -> None:
         """Start with what is carried over from the step before and `draws`, in prompt order, and the first round."""
-        self._loads = [0.0] * self.plan.engines
+        self._loads = [0] * self.plan.engines
         self._open = [{} for _ in range(self.plan.engines)]
         for one in carried:
             entry = _Entry(number=len(self.entries), draw=one.draw, done=one.done)
@@ -219,7 +225,7 @@ class Ledger:
     def revive(self) -> None:
         """All engines sample again."""
         self.lost.clear()
-        self._loads = [0.0] * self.plan.engines
+        self._loads = [0] * self.plan.engines
         self._reassign(range(self.plan.engines))
 
     @property
@@ -250,18 +256,25 @@ class Ledger:
             self.passed = self._kept[wanted - 1] + 1
             self.over = self.plan.surplus != "finish" or all_ended
         elif all_ended:
-            if wanted is None or (self.rounds >= self.plan.max_rounds and self.plan.when_short != "continue"):
+            another = self.rounds < self.plan.max_rounds or self.plan.when_short == "continue"
+            if wanted is None or not another or self._too_many_ungraded():
                 self.passed, self.over = self._ended, True
             else:
                 self._draw_round()
 
+    def _too_many_ungraded(self) -> bool:
+        scores = [score for one in self.completed() for _, _, score in one.answers]
+        return sum(map(math.isnan, scores)) > self.plan.max_ungraded * len(scores)
+
     def _draw_round(self) -> None:
         assert self.plan.wanted is not None
-        rates = self.rates.after(self.completed()) if self.rounds else self.rates
+        keep = 1.0
+        if self.plan.dynamic:
+            keep = (self.rates.after(self.completed()) if self.rounds else self.rates).keep
         batches = 1 + (self.plan.batches_ahead if self.plan.surplus == "pause" else 0)
         target = batches * self.plan.wanted
         self.rounds += 1
-        needed = prompts_needed(target - self._expected(rates.keep), rates.keep)
+        needed = prompts_needed(target - self._expected(keep), keep)
         self._take(self.draw(min(needed, round(MOST_DRAWN * target))))
 
     def _expected(self, keep: float) -> float:
@@ -282,7 +295,7 @@ class Ledger:
 
     def _assign(self, entry: _Entry, engine: int) -> None:
         entry.engine = engine
-        entry.cost = len(entry.draw.prompt.ids) + self.plan.responses * self.rates.length
+        entry.cost = len(entry.draw.prompt.ids) + round(self.plan.responses * self.rates.length)
         self._loads[engine] += entry.cost
         self._open[engine][entry.number] = None
 

@@ -47,7 +47,8 @@ class SglangConfig(Section):
     """How long a server may take until it is healthy. Large models, and CUDA graphs, take minutes."""
 
     request_timeout_s: Seconds = 3600
-    """How long one prompt's responses may take together, time in the server's queue included."""
+    """How long one prompt's responses may take together, time in the server's queue included; one that takes longer is
+    taken for hung, and started again."""
 
     hung_after_s: Seconds = 120
     """A server from which no token has come for so long while some are awaited is taken for hung, and started again."""

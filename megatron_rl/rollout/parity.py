@@ -212,8 +212,9 @@ class Parity:
         with self.wait.until_all_are_done():
             if self.group.leads:
                 try:
-                    mine = self._read(self._expected)
-                except EngineLost:  # the others sample without it
+                    # One that was lost since it fell asleep may have no weights; the others sample without it.
+                    mine = self._read(self._expected) if self.engine.health() else self._started_again()
+                except EngineLost:
                     mine = self._started_again()
         self._expected = None
         gathered: list[Reading | UserError | None] = [None] * self.group.world

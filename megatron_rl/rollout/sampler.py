@@ -23,7 +23,8 @@ from megatron_rl.types import Graded, Group, Response
 
 
 class EnginesGoneError(UserError):
-    """Engines fail again and again. Raised on every rank, between two collectives: the run can still be saved."""
+    """Engines fail again and again, or a filter of the user's does. Raised on every rank, between two collectives: the
+    run can still be saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,7 @@ class GroupSampler:
 
         self._leader: Leader | None = None
         self._held: dict[int, Group] = {}
+        self._final = ""  # the leader's, from step to step
 
     def begin(
         self,
@@ -100,6 +102,7 @@ class GroupSampler:
                 keeps=keeps,
                 task=task,
                 begun=begun or {},
+                final=self._final,
             )
 
     def go_on(self) -> bool:
@@ -107,7 +110,7 @@ class GroupSampler:
 
         Raises:
             UserError: a leader has hung.
-            EnginesGoneError: an engine was lost too often.
+            EnginesGoneError: an engine was lost too often, or `keeps` raised.
         """
         ledger, leader, wait = self.busy(), self._leader, self.wait
         if ledger.stalled:
@@ -138,11 +141,12 @@ class GroupSampler:
         """What came of it. What is still under way is stopped, and thrown away unless it is to `pause`."""
         ledger, leader = self.busy(), self._leader
         begun = leader.end(ledger, pause=pause) if leader else {}
+        self._final = leader.final if leader else ""
         works: list[Work | None] = [None] * self.wait.group.world
         dist.all_gather_object(works, leader.work if leader else None, group=self.everyone)
         groups = {number: self._group(number) for number, one in enumerate(ledger.entries) if one.done}
         self.ledger = self._leader = None
-        return Sampled(groups=groups, begun=begun, work=_together(works))
+        return Sampled(groups=groups, begun=begun, work=together(works))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a response, without special tokens."""
@@ -169,7 +173,8 @@ class GroupSampler:
         return Group(prompt=entry.draw.prompt, responses=tuple(known))
 
 
-def _together(works: list[Work | None]) -> Work:
+def together(works: Sequence[Work | None]) -> Work:
+    """The work of several leaders, summed; ranks that lead nothing have none."""
     total = Work()
     for work in works:
         if work is None:

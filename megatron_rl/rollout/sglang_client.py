@@ -68,9 +68,9 @@ class SglangClient:
         of the whole distribution with `top_p` too: SGLang takes them before it cuts.
 
         Raises:
-            EngineLost: the connection was lost again and again.
+            EngineLost: the connection was lost again and again, or the request took too long.
             UserError: the API key is wrong, or the server's cache is too small for a longest response.
-            RuntimeError: the server refused the request, or took too long.
+            RuntimeError: the server refused the request.
         """
         params = _sampling_params(request, sampling, self.eos)
         if self.seeded:
@@ -82,7 +82,7 @@ class SglangClient:
         answers = [reply] if isinstance(reply, dict) else reply
         if len(answers) != len(request.seeds):
             raise RuntimeError(f"SGLang: {len(answers)} responses came instead of {len(request.seeds)}")
-        responses = tuple(_response(answer) for answer in answers)
+        responses = tuple(_response(answer, request.room, self.eos) for answer in answers)
         for response in responses:
             if response.finish_reason == "length" and len(response.ids) < request.room:
                 raise UserError(
@@ -121,7 +121,8 @@ class SglangClient:
             async with asyncio.timeout(self.timeout_s):
                 reply = await self._until_connected(path, body)
         except TimeoutError:
-            raise RuntimeError(f"SGLang: {path} took longer than {self.timeout_s:g} s") from None
+            message = f"SGLang: {path} took longer than {self.timeout_s:g} s (rollout.sglang.request_timeout_s)"
+            raise EngineLost(message) from None
         if reply.status_code == 401:
             raise UserError(f"SGLang: {self._http.base_url} refused the API key; is it this run's server?")
         if reply.status_code != 200:
@@ -167,8 +168,12 @@ def _sampling_params(request: Request, sampling: Sampling, eos: frozenset[int]) 
     }
 
 
-def _response(answer: Mapping[str, Any]) -> Response:
-    """A response from SGLang's words for it. Raises RuntimeError where they contradict each other."""
+def _response(answer: Mapping[str, Any], room: int, eos: frozenset[int]) -> Response:
+    """A response from SGLang's words for it. Raises RuntimeError where they contradict each other.
+
+    SGLang ends what it aborts with the next token, and calls it aborted though that be an end token or the last one
+    that there is room for.
+    """
     ids, meta = tuple(answer["output_ids"]), answer["meta_info"]
     # (log-prob, id, text) of each sampled token
     scored = meta.get("output_token_logprobs") or []  # aborted before it began it may have none
@@ -177,6 +182,10 @@ def _response(answer: Mapping[str, Any]) -> Response:
     reason = meta["finish_reason"]["type"]
     if reason not in ("stop", "length", "abort"):
         raise RuntimeError(f"SGLang: a response ended for the unknown reason {reason!r}")
+    if reason == "abort" and ids and ids[-1] in eos:
+        reason = "stop"
+    elif reason == "abort" and len(ids) >= room:
+        reason = "length"
     return Response(
         ids=ids,
         logprobs=tuple(logprob for logprob, *_ in scored),

@@ -36,14 +36,9 @@ class SglangControl:
         """Close the connection."""
         self._http.close()
 
-    def pause(self, *, keep: bool = False, within_s: float = TIMEOUT_S) -> None:
-        """Take no further requests, abort those under way, and return when none is left.
-
-        Args:
-            keep: those under way wait instead, and go on later; their keys and values are computed again.
-            within_s: how long it may take.
-        """
-        self._post("/pause_generation", {"mode": "retract" if keep else "abort"}, within_s)
+    def pause(self, within_s: float = TIMEOUT_S) -> None:
+        """Take no further requests, abort those under way, and return when none is left, within `within_s`."""
+        self._post("/pause_generation", {"mode": "abort"}, within_s)
 
     def abort(self, within_s: float) -> None:
         """End all requests that the server has at this moment; it goes on to take new ones. Doesn't wait for them.
@@ -54,7 +49,7 @@ class SglangControl:
         self._post("/abort_request", {"abort_all": True}, within_s)
 
     def go_on(self) -> None:
-        """Take requests again, and go on with those that wait."""
+        """Take requests again."""
         self._post("/continue_generation", {})
 
     def flush(self) -> None:

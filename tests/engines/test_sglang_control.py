@@ -85,7 +85,7 @@ def test_weights_change_in_mid_generation_and_each_token_has_its_version(
     async def swap() -> Response:
         answer = asyncio.create_task(greedy(server, 400))
         await asyncio.sleep(0.3)
-        await asyncio.to_thread(control.pause, keep=True)
+        await asyncio.to_thread(control._post, "/pause_generation", {"mode": "retract"})  # it goes on afterwards
         await asyncio.to_thread(push, control, other, 4)
         assert not answer.done()
         await asyncio.to_thread(control.go_on)

@@ -138,6 +138,25 @@ def test_without_restarts_the_last_step_is_saved_and_all_ranks_end(job: Job) -> 
     assert ended.seconds < 15  # the launcher kills a rank that hangs after 20
 
 
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_server_that_dies_while_all_train_leaves_no_rank_alone(job: Job, restarts: int) -> None:
+    """It sleeps then, and is missed when it is to wake."""
+    name = f"asleep_{restarts}"
+    log, once = job.directory / name / "engines/1/server.log", job.directory / f"{name}_once"
+    how = ["algorithm.loss=tests.engines.failing:loss", f"algorithm.loss_kwargs={{log: {log}, once: {once}}}"]
+    limit = f"rollout.engine_restarts={restarts}"
+    ended = run(job, name, *SGLANG, *how, limit, "steps=2", failures=[], processes=2)
+    assert once.read_text()
+    if restarts:
+        assert ended.code == 0, ended.said[-3000:]
+        rows = read_metrics(ended.directory / "metrics.jsonl")
+        assert [row["work/engines_lost"] for row in rows] == [0, 1]
+        assert all(row["parity/max"] < 1e-4 and row["mismatch/logprob_abs"] < 1e-5 for row in rows)
+    else:
+        assert ended.code == 2, ended.said[-3000:]
+        check_given_up(ended, engine=1, limit=0, saved=1)
+
+
 def check_given_up(ended: Ended, engine: int, limit: int, saved: int) -> None:
     """One error, the last finished step in a checkpoint, and nothing of any server left."""
     errors = [line for line in ended.said.splitlines() if line.startswith("error: ")]

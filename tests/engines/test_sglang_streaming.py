@@ -174,6 +174,15 @@ def test_an_abort_at_any_moment_ends_all_and_the_next_request_is_taken(
         check_greedy(awake, weights, 5)
 
 
+def test_an_abort_that_meets_the_last_token_leaves_no_part(awake: SglangEngine) -> None:
+    """SGLang calls an answer aborted that is as long as it may be, if it is aborted in the pass of its last token."""
+    for number in range(20):
+        awake.submit(0, long(0, samples=8, tokens=6), Sampling())
+        time.sleep(0.004 * number)
+        for _, _, response in awake.abort():
+            assert (response.finish_reason == "length") == (len(response.ids) == 6)
+
+
 def test_a_killed_server_is_told_and_started_again(engine: SglangEngine, weights: Qwen2ForCausalLM) -> None:
     wake(engine, weights, 6)
     log_file = engine.directory / "server.log"
@@ -232,9 +241,9 @@ def test_one_that_is_lost_too_often_ends_the_run(engine: SglangEngine, weights: 
 
 
 def keeper(engine: SglangEngine) -> int:
-    assert engine._server
-    assert engine._server._child
-    return engine._server._child.pid
+    assert engine._kept
+    assert engine._kept.server._child
+    return engine._kept.server._child.pid
 
 
 def kill(processes: list[int], with_signal: signal.Signals, but: int = -1) -> None:

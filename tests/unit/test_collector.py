@@ -28,11 +28,12 @@ class InOrder:
     """A stream whose prompt at a position has that index."""
 
     def __init__(self) -> None:
-        self.position, self.counts = 0, list[int]()
+        self.position, self.counts, self.longest = 0, list[int](), 10**6
 
     def draw(self, count: int) -> list[tuple[int, Prompt]]:
         self.counts.append(count)
         first, self.position = self.position, self.position + count
+        assert self.position <= self.longest
         return [(n, Prompt(index=n, text="", ids=(1,) * (2 + n % 5), answer="")) for n in range(first, self.position)]
 
 
@@ -201,6 +202,25 @@ def test_what_paused_waits_through_a_step_that_has_its_batch_already() -> None:
     assert third.metrics.values()["work/continued"] >= 1
 
 
+def test_a_part_that_has_no_room_left_is_complete() -> None:
+    """The run was resumed with a smaller `rollout.max_response_tokens`."""
+    one = rig(lambda n: 2, max_staleness=2, partial=True)
+    position, prompt = one.stream.draw(1)[0]
+    parts = [
+        Response(ids=(7,) * n, logprobs=(-1.0,) * n, finish_reason="abort", weight_versions=(1,) * n) for n in (90, 91)
+    ]
+    one.collector.leftover = Leftover(
+        draws=(Carried(draw=Draw(stream=0, position=position, prompt=prompt, step=1), engine=0),),
+        held={},
+        begun={position: [*parts, None, None]},
+    )
+    rollout = one.collector.collect(2)
+    assert rollout is not None
+    found = [(answer.length, answer.finish_reason) for answer in rollout.groups[0].responses]
+    assert found[:2] == [(90, "length"), (91, "length")]
+    assert rollout.metrics.values()["work/continued"] == 0
+
+
 def test_without_a_use_for_them_they_are_thrown_away_and_counted() -> None:
     # One of three is kept, so more are drawn; three of them, or more, are kept: too many.
     one = rig([0, 2, 4, 1, 2] + [3] * 99)
@@ -265,6 +285,27 @@ def test_without_dynamic_sampling_all_groups_are_kept() -> None:
     assert one.stream.counts == [3]
 
 
+def thin_group(**rollout: Any) -> Rig:
+    """Sampling that is not dynamic, and a group, that at position 1, with too few grades to be trained on."""
+    lone = [NAN, 1.0, NAN, NAN]
+    one = rig([], dynamic=False, score=lambda prompt, n: lone[n] if prompt.index == 1 else float(n < 2), **rollout)
+    rewards = one.collector.config.rewards.model_copy(update={"max_ungraded": 0.5})
+    one.collector.config = one.collector.config.model_copy(update={"rewards": rewards})
+    return one
+
+
+def test_what_comes_after_the_rounds_is_asked_of_dynamic_sampling_only() -> None:
+    one = thin_group(when_short="raise")
+    assert indices(one.steps(1)[0].groups) == [0, 2]
+    assert len(one.warnings) == 1
+
+
+def test_without_dynamic_sampling_a_thin_group_has_no_more_drawn_in_later_steps() -> None:
+    one = thin_group()
+    one.steps(3)
+    assert one.stream.counts == [3, 3, 3]
+
+
 def at_most_half(accuracies: Sequence[float]) -> bool:
     """A user's filter; with scores of a whole group of four."""
     assert len(accuracies) == 4
@@ -297,6 +338,21 @@ def test_a_lost_engine_changes_nothing_in_the_batch(engines: int) -> None:
     assert again is None or again.groups
 
 
+def test_nobody_waits_for_an_engine_that_dies_with_nothing_to_do() -> None:
+    one = rig(lambda n: 2, prompts_per_step=1)
+    one.sampler.engines[1].dies_at = 0.01  # the only group is sampled by the first
+    (rollout,) = one.steps(1)
+    assert rollout.metrics.values()["work/engines_lost"] == 0
+
+
+def test_losses_that_no_sampling_met_are_counted_in_the_next_step() -> None:
+    one = rig(lambda n: n % 4, engines=2)
+    one.steps(1)
+    one.sampler.engines[1].losses += 2  # asleep
+    found = [one.collector.collect(step) for step in (2, 3)]
+    assert [rollout and rollout.metrics.values()["work/engines_lost"] for rollout in found] == [2, 0]
+
+
 def test_when_all_engines_are_lost_the_step_goes_on_after_they_got_weights() -> None:
     one, calm = (rig(lambda n: n % 4, engines=2, prompts_per_step=6) for _ in range(2))
     one.sampler.engines[0].dies_at, one.sampler.engines[1].dies_at = 0.5, 0.7
@@ -324,6 +380,15 @@ def test_too_many_answers_without_a_grade_end_the_run() -> None:
     one = rig([], dynamic=False, score=lambda prompt, sample: NAN if sample == 3 else 1.0)
     with pytest.raises(UserError, match=r"^rewards\.max_ungraded: step 1: 3 of 12 answers could not be graded"):
         one.steps(1)
+
+
+@pytest.mark.parametrize("when_short", ["train_partial", "continue", "raise"])
+def test_a_grader_that_fails_on_everything_ends_the_run_after_one_round(when_short: str) -> None:
+    one = rig([], when_short=when_short, score=lambda prompt, sample: NAN)
+    one.stream.longest = 1000  # or it would go on for ever
+    with pytest.raises(UserError, match=r"^rewards\.max_ungraded: step 1: 12 of 12 answers could not be graded"):
+        one.steps(1)
+    assert one.stream.counts == [3]
 
 
 def test_figures_of_sampled_groups() -> None:

@@ -44,6 +44,22 @@ def test_a_filter_is_loaded_by_its_name_or_its_place() -> None:
     assert [own(scores) for scores in ([1, 0, 0], [1, 1, 0], [0, 0, 0])] == [True, False, False]
 
 
+def inverse(accuracies: Sequence[float]) -> object:
+    """A filter that raises, or returns what is neither True nor False, by its first score."""
+    return 1 / accuracies[0]
+
+
+@pytest.mark.parametrize(
+    ("score", "begins"), [(0.0, "inverse: ZeroDivisionError: "), (2.0, "inverse returned 0.5, not True or False")]
+)
+def test_a_filter_that_fails_is_told_in_one_line_with_its_option(score: float, begins: str) -> None:
+    keeps = load_filter(f"{__name__}:inverse")
+    with pytest.raises(UserError) as caught:
+        keeps([score, 1.0])
+    assert str(caught.value).startswith(f"algorithm.group_filter: {__name__}:{begins}")
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["mixd", "no.such.module:keep", f"{__name__}:no_such_filter"])
 def test_a_filter_that_is_not_there_is_refused_with_its_option(name: str) -> None:
     with pytest.raises(UserError, match=r"^algorithm\.group_filter: ") as caught:

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -119,6 +120,26 @@ def test_engines_get_equal_loads_of_tokens_and_a_group_stays_on_one() -> None:
         loads[entry.engine] += len(entry.draw.prompt.ids) + 4 * 500
     assert max(loads) - min(loads) <= 4 * 500 + 6
     assert sorted(number for engine in range(3) for number in one.open_for(engine)) == list(range(len(one.entries)))
+
+
+def test_who_samples_a_further_round_does_not_depend_on_what_ended_first() -> None:
+    def routes(seed: int) -> list[int]:
+        source = Source()
+
+        def draw(count: int) -> list[Draw]:
+            lengths = [(one, 3 + one.position * 7919 % 1500) for one in source(count)]
+            return [replace(one, prompt=replace(one.prompt, ids=(1,) * length)) for one, length in lengths]
+
+        plan = Plan(wanted=60, max_rounds=2, engines=3, responses=3)
+        one = Ledger(plan=plan, rates=Rates(kept=3, sampled=7, tokens=100, answers=7), draw=draw)
+        one.begin()
+        first = len(one.entries)
+        for number in random.Random(seed).sample(range(first), first):
+            one.apply(ended(number, kept=number % 5 == 0, engine=one.entries[number].engine))
+        assert len(source.counts) == 2
+        return [entry.engine for entry in one.entries[first:]]
+
+    assert all(routes(seed) == routes(0) for seed in range(40))
 
 
 def test_what_an_engine_had_goes_to_others_when_it_is_lost() -> None:

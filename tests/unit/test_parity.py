@@ -173,6 +173,9 @@ class Scripted:
         self.versions: tuple[int, ...] = (version,)
         self.finish_reason: FinishReason = "stop"
 
+    def health(self) -> bool:
+        return True
+
     def score(self, sequences: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
         self.asked += 1
         return self.scores
@@ -261,11 +264,16 @@ def test_a_part_of_an_answer_passes_where_it_was_asked_for() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_an_engine_that_is_lost_while_it_scores_is_started_again_and_left_out() -> None:
+@pytest.mark.parametrize("known", [False, True])
+def test_an_engine_that_is_lost_before_or_while_it_scores_is_started_again_and_left_out(known: bool) -> None:
     class Lost(Scripted):
         restarted = 0
 
+        def health(self) -> bool:
+            return not known
+
         def score(self, sequences: object) -> NoReturn:
+            assert not known
             raise EngineLost("it was killed")
 
         def restart(self) -> None:

@@ -10,14 +10,15 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl.demo.task import EOS_ID, VOCABULARY, build_tokenizer
+from megatron_rl.errors import UserError
 from megatron_rl.evaluation.heldout import evaluate
 from megatron_rl.rewards.grade import Grade
 from megatron_rl.rollout import sampler as module
-from megatron_rl.rollout.engine import Engine, Request, Sampling, response_seed
+from megatron_rl.rollout.engine import Engine, EngineLost, Request, Sampling, response_seed
 from megatron_rl.rollout.groups import EngineGroup
 from megatron_rl.rollout.leader import Task
 from megatron_rl.rollout.ledger import EVALUATION_STREAM, TRAINING_STREAM, Draw, Ledger, Plan, Rates
-from megatron_rl.rollout.sampler import GroupSampler, Sampled
+from megatron_rl.rollout.sampler import EnginesGoneError, GroupSampler, Sampled
 from megatron_rl.rollout.waiting import EngineWait
 from megatron_rl.types import FinishReason, Group, Prompt, Response
 from tests.tiny import run_config
@@ -35,6 +36,8 @@ class Echo:
         self.sampling: Sampling | None = None
         self.reason: FinishReason = "stop"
         self._found: list[tuple[int, int, Response]] = []
+
+    losses = 0
 
     def health(self) -> bool:
         return True
@@ -130,13 +133,13 @@ def alone(engine: Echo, monkeypatch: pytest.MonkeyPatch, grader: Callable[..., f
     return sampler_of(engine, dist.HashStore(), EngineGroup(rank=0, size=1, world=1), grader)
 
 
-def sample(sampler: GroupSampler) -> Sampled:
+def sample(sampler: GroupSampler, keeps: Callable[[Group], bool] = lambda group: True) -> Sampled:
     """All prompts, as a training step draws them."""
     draws = [Draw(stream=TRAINING_STREAM, position=40 + n, prompt=prompt) for n, prompt in enumerate(PROMPTS)]
     plan = Plan(wanted=None, engines=sampler.wait.group.engines, responses=3)
     ledger = Ledger(plan=plan, rates=Rates(), draw=lambda count: ())
     ledger.begin(draws=draws)
-    sampler.begin(ledger, Task(responses=3, max_tokens=9, sampling=SAMPLING, seed=3), keeps=lambda group: True)
+    sampler.begin(ledger, Task(responses=3, max_tokens=9, sampling=SAMPLING, seed=3), keeps=keeps)
     assert sampler.go_on()
     return sampler.end()
 
@@ -221,6 +224,70 @@ def test_every_response_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.reason = "abort"
     with pytest.raises(AssertionError, match="a part"):
         sample(alone(engine, monkeypatch))
+
+
+def test_a_filter_that_fails_on_one_rank_ends_the_run_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, store = Ranks(2), dist.HashStore()
+    monkeypatch.setattr(module, "dist", world)
+
+    def keeps(group: Group) -> bool:
+        if group.prompt.index == 13:
+            raise UserError("algorithm.group_filter: it divides by zero")
+        return True
+
+    def of_rank(rank: int) -> None:
+        world.here.rank = rank
+        with pytest.raises(EnginesGoneError, match=r"^algorithm\.group_filter: it divides by zero$"):
+            sample(sampler_of(Echo(), store, EngineGroup(rank=rank, size=1, world=2), last_line), keeps)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(of_rank, range(2)))
+
+
+class Dying(Echo):
+    """It dies when it has completed a group, for the last time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.alive = 3, True
+
+    def health(self) -> bool:
+        return self.alive
+
+    def poll(self, wait_s: float) -> list[tuple[int, int, Response]]:
+        if not self.left:
+            self.losses += 1
+            raise EngineLost("it was killed")
+        self.left -= 1
+        return [self._found.pop()]
+
+    def restart(self) -> None:
+        self.alive = False
+        raise UserError("it may not be started again")
+
+    def stop(self) -> None:
+        pass
+
+
+def test_an_engine_that_is_lost_for_good_as_a_step_ends_ends_the_run_in_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sampler = alone(Dying(), monkeypatch)
+    draws = [Draw(stream=TRAINING_STREAM, position=n, prompt=prompt) for n, prompt in enumerate(PROMPTS)]
+
+    def begin() -> None:
+        ledger = Ledger(plan=Plan(wanted=1, responses=3), rates=Rates(), draw=lambda count: draws[:2])
+        ledger.begin()
+        sampler.begin(ledger, Task(responses=3, max_tokens=9, sampling=SAMPLING, seed=3), keeps=lambda group: True)
+
+    begin()
+    assert sampler.go_on()  # its only group, of two that were drawn, was completed
+    found = sampler.end()
+    assert list(found.groups) == [0]
+    assert found.work.engines_lost == 1
+    begin()
+    with pytest.raises(EnginesGoneError, match="it may not be started again"):
+        sampler.go_on()
 
 
 def test_graders_get_text_without_special_tokens_and_whether_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ def test_a_server_that_does_not_answer_runs_into_the_deadline() -> None:
     async def answer(number: int, body: dict[str, Any]) -> Any:
         await asyncio.sleep(60)
 
-    with pytest.raises(RuntimeError, match=r"/generate took longer than 2 s"):
+    with pytest.raises(EngineLost, match=r"/generate took longer than 2 s \(rollout.sglang.request_timeout_s\)"):
         asyncio.run(run_against(answer, generate))
 
 
@@ -157,6 +157,23 @@ def test_an_aborted_response_may_be_short_and_have_no_tokens() -> None:
 
     (response,) = asyncio.run(run_against(answer, generate))
     assert response == Response(ids=(), logprobs=(), finish_reason="abort", weight_versions=())
+
+
+@pytest.mark.parametrize(
+    ("last", "max_tokens", "reason"), [(6, 4, "abort"), (2, 4, "stop"), (2, 3, "stop"), (6, 3, "length")]
+)
+def test_what_is_aborted_as_it_ends_is_complete(last: int, max_tokens: int, reason: str) -> None:
+    meta = {**REPLY["meta_info"], "finish_reason": {"type": "abort"}}
+    meta["output_token_logprobs"] = [*meta["output_token_logprobs"][:2], [-0.5, last, None]]
+
+    async def answer(number: int, body: dict[str, Any]) -> Any:
+        return {"output_ids": [18, 27, last], "meta_info": meta}
+
+    async def ask(client: SglangClient) -> Any:
+        return await client.generate(replace(REQUEST, max_tokens=max_tokens), Sampling())
+
+    (response,) = asyncio.run(run_against(answer, ask))
+    assert (response.ids, response.finish_reason) == ((18, 27, last), reason)
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,20 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import Qwen2ForCausalLM
 
 from megatron_rl.errors import UserError
 from megatron_rl.resharding.names import hf_shapes
+from megatron_rl.rollout import sglang as module
 from megatron_rl.rollout.engine import EngineLost, Request, Sampling, generate
 from megatron_rl.rollout.groups import EngineGroup
 from megatron_rl.rollout.sglang import SglangEngine
@@ -32,6 +36,8 @@ if told("fail"):
     sys.exit(3)
 if told("slow"):
     time.sleep(1.5)
+if told("never"):
+    time.sleep(600)
 let_go = threading.Event()
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -49,6 +55,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         name = self.path.split("?")[0]
         print("asked", name, flush=True)
+        if told("die at " + name[1:]):
+            os.remove(os.path.join(here, "die at " + name[1:]))
+            os._exit(4)
         if name != "/generate":
             if name == "/abort_request" and not told("deaf"):
                 let_go.set()
@@ -70,22 +79,20 @@ SHORT, LONG = (Request(prompt_ids=(token, 6), seeds=(0,), max_tokens=9) for toke
 
 
 @pytest.fixture
-def engine(untied_model: Model, tmp_path: Path) -> Iterator[SglangEngine]:
-    """Awake, with weights; it may be started again twice."""
+def engine(untied_model: Model, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SglangEngine]:
+    """Awake, with weights; it may be started again twice. Options come as a parameter."""
     package = tmp_path / "sglang"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "launch_server.py").write_text(SERVER)
     environment = {"PYTHONPATH": str(tmp_path), "HERE": str(tmp_path)}
+    options = dict(getattr(request, "param", {}))
+    server = {"environment": environment, "start_timeout_s": 30, "hung_after_s": 1, **options.pop("sglang", {})}
     config = run_config(
         run_dir=tmp_path / "run",
         model={"path": untied_model[0]},
         trainer={"dtype": "float32"},
-        rollout={
-            "engine": "sglang",
-            "engine_restarts": 2,
-            "sglang": {"environment": environment, "start_timeout_s": 30, "hung_after_s": 1},
-        },
+        rollout={"engine": "sglang", "engine_restarts": 2, **options, "sglang": server},
     )
     group = EngineGroup(rank=0, size=1, world=1)
     spec = read_model_spec(untied_model[0])
@@ -93,6 +100,7 @@ def engine(untied_model: Model, tmp_path: Path) -> Iterator[SglangEngine]:
     made.start()
     made.sleep()
     wake(made)
+    assert made.losses == 0
     yield made
     made.stop()
     assert left_behind(made.directory / "server.log", within_s=1) == []
@@ -224,6 +232,16 @@ def test_a_hung_server_is_told_and_replaced(engine: SglangEngine, tmp_path: Path
     assert answers(engine)
 
 
+@pytest.mark.parametrize("engine", [{"sglang": {"request_timeout_s": 1}}], indirect=True)
+def test_one_that_is_well_and_yet_never_replies_is_told_and_replaced(engine: SglangEngine) -> None:
+    engine.submit(0, LONG, Sampling())
+    assert "took longer than 1 s (rollout.sglang.request_timeout_s)" in lost(engine)
+    engine.restart()
+    engine.sleep()
+    wake(engine)
+    assert answers(engine)
+
+
 def test_an_abort_that_has_no_effect_gives_up_and_sleep_replaces_the_server(
     engine: SglangEngine, tmp_path: Path
 ) -> None:
@@ -280,11 +298,146 @@ def test_restarts_are_counted_and_one_too_many_ends_the_run(engine: SglangEngine
         engine.restart()
 
 
-def test_one_that_can_not_be_started_again_ends_the_run(engine: SglangEngine, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "call", ["begin_weight_update", "update_weights_from_tensor", "end_weight_update", "continue_generation"]
+)
+def test_one_that_dies_while_it_gets_weights_is_replaced_afterwards(
+    engine: SglangEngine, tmp_path: Path, call: str
+) -> None:
+    engine.sleep()
+    (tmp_path / f"die at {call}").touch()
+    wake(engine)
+    assert not engine.health()
+    assert (engine.losses, starts(engine)) == (1, 1)
+    for _ in range(2):  # the second time it is under way
+        engine.restart()
+    engine.sleep()
+    wake(engine)
+    assert answers(engine)
+    assert (engine.losses, starts(engine)) == (1, 2)
+
+
+NO_RESTARTS = pytest.mark.parametrize("engine", [{"engine_restarts": 0}], indirect=True)
+
+
+def check_gone(engine: SglangEngine, why: str) -> None:
+    """It is lost for good, takes part in all that others wait in, and says why where losses are told."""
+    for _ in range(2):
+        assert not engine.health()
+        with pytest.raises(EngineLost):
+            engine.submit(0, SHORT, Sampling())
+        with pytest.raises(UserError, match=why):
+            engine.restart()
+        engine.sleep()
+        wake(engine)
+    assert writing_to(engine.directory / "server.log") == []
+
+
+MAY_NOT = r"^engine 0 was lost and may not be started again \(rollout.engine_restarts is 0\); (.|\n)*why it was lost: "
+
+
+@NO_RESTARTS
+@pytest.mark.parametrize("asleep", [False, True])
+def test_one_that_dies_outside_sampling_may_be_lost_for_good(engine: SglangEngine, asleep: bool) -> None:
+    if asleep:
+        engine.sleep()
+    kill(engine)
+    if not asleep:
+        engine.sleep()
+    wake(engine)
+    assert engine.losses == 1
+    check_gone(engine, MAY_NOT + "engine 0: the SGLang server ended with exit code -9")
+
+
+@NO_RESTARTS
+@pytest.mark.parametrize("call", ["release_memory_occupation", "resume_memory_occupation", "end_weight_update"])
+def test_one_that_dies_as_it_is_told_something_may_be_lost_for_good(
+    engine: SglangEngine, tmp_path: Path, call: str
+) -> None:
+    (tmp_path / f"die at {call}").touch()
+    engine.sleep()
+    wake(engine)
+    check_gone(engine, f"{MAY_NOT}(SGLang: .* did not answer /{call}|.* ended with exit code)")
+
+
+@NO_RESTARTS
+def test_one_that_an_abort_finds_dead_may_be_lost_for_good(engine: SglangEngine) -> None:
+    engine.submit(0, LONG, Sampling())
+    kill(engine)
+    assert [(one.finish_reason, one.ids) for _, _, one in engine.abort()] == [("abort", ())]
+    engine.sleep()
+    wake(engine)
+    check_gone(engine, MAY_NOT)
+
+
+def test_one_that_can_not_be_started_again_is_lost_for_good(engine: SglangEngine, tmp_path: Path) -> None:
     (tmp_path / "fail").touch()
     engine.restart()
-    with pytest.raises(UserError, match=r"engine_restarts is 2\)(.|\n)*ended with exit code 3"):
-        engine.sleep()
+    engine.sleep()
+    assert engine.losses == 3
+    check_gone(engine, r"engine_restarts is 2\)(.|\n)*ended with exit code 3")
+
+
+@pytest.mark.parametrize("engine", [{"sglang": {"start_timeout_s": 6}}], indirect=True)
+def test_one_that_is_not_healthy_in_time_is_lost_for_good(engine: SglangEngine, tmp_path: Path) -> None:
+    (tmp_path / "never").touch()
+    engine.restart()
+    engine.sleep()
+    check_gone(engine, "^engine 0: the SGLang server was not healthy after 6 s")
+
+
+class Pair:
+    """Stands for torch.distributed between two threads."""
+
+    def __init__(self) -> None:
+        self.meeting = threading.Barrier(2, timeout=30)
+        self.told: list[object] = [None]
+        self.buckets = 0
+
+    def barrier(self, group: object) -> None:
+        self.meeting.wait()
+
+    def gather_object(self, payload: str, payloads: list[str] | None, dst: int, group: object) -> None:
+        self.meeting.wait()
+        if payloads:
+            self.buckets += 1
+
+    def broadcast_object_list(self, message: list[object], src: int, group: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.told = list(message)
+        self.meeting.wait()
+        message[:] = self.told
+        self.meeting.wait()
+
+
+@pytest.mark.parametrize(("engine", "restarts"), [({"engine_restarts": n}, n) for n in (0, 2)], indirect=["engine"])
+def test_a_server_that_dies_holds_up_no_other_rank(
+    engine: SglangEngine, restarts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair()
+    monkeypatch.setattr(module, "dist", pair)
+    group = EngineGroup(rank=1, size=2, world=2)
+    spec = read_model_spec(engine.config.model.path)
+    other = SglangEngine(engine.config, spec, group, eos_token_ids=frozenset({2}), vocabulary=SHAPE.vocab)
+    for one in (engine, other):
+        one._buckets.size = 1000  # many
+        one._ranks = cast(dist.ProcessGroup, "both")
+    engine.group = EngineGroup(rank=0, size=2, world=2)
+
+    def steps(one: SglangEngine) -> None:
+        for _ in range(2):
+            one.sleep()
+            wake(one)
+
+    (tmp_path / "die at update_weights_from_tensor").touch()
+    thread = threading.Thread(target=steps, args=(other,))
+    thread.start()
+    steps(engine)
+    thread.join(30)
+    assert not thread.is_alive()
+    assert engine.health() == bool(restarts)
+    assert pair.buckets == 1 if not restarts else pair.buckets > 3
+    assert (engine.losses, starts(engine)) == (1, 1 + bool(restarts))
 
 
 def test_scores_of_a_dead_server_are_not_awaited(engine: SglangEngine) -> None:

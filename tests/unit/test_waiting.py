@@ -75,7 +75,7 @@ def test_a_leader_without_a_beat_is_named_with_its_engine(store: Callable[[], di
     if beats:
         shared.add("rollout/1/beat/1", 1)
     with (
-        pytest.raises(UserError, match=r"rank 2, which leads engine 1, has given no sign of life for 1 s"),
+        pytest.raises(UserError, match=r"rank 2, which leads engine 1, has given no sign of life for \d s"),
         wait_of(shared, 0, size=2, world=4, timeout_s=1).until_all_are_done(),
     ):
         pass
