@@ -53,6 +53,7 @@ class WeightSync:
             data=group.engines,
             gpus=tuple(group.all_ranks()),
         )
+        self.bucket_bytes = config.reshard.bucket_mb * 2**20
         self._transport: Transport | None = None
         self._pushed = False
 
@@ -74,21 +75,26 @@ class WeightSync:
             chunks, version, verify=options.verify == "always" or (options.verify == "first" and not self._pushed)
         )
         if options.verify != "never" and not self._pushed:
-            self._compare(chunks, version)
+            self.compare(chunks, version)
         self._pushed = True
 
     def _carry(self, chunks: Collection[GPTModel], version: int, *, verify: bool) -> None:
-        held = {(shard.entry.megatron, shard.layer): shard.parameter.data for shard in named_shards(chunks, self.shape)}
         transport = self._carrier()
         transport.verify = verify
-        numbers, digests = list[int](), list[Tensor]()
         self.engine.begin_update()
-        for slices in transport.run(lambda name, layer: held[name, layer]):
-            digests.append(self.engine.load(slices, read_back=verify))
-            numbers += slices.numbers
+        loaded = self._load(chunks, transport)
         self.engine.end_update(version)
         if verify:
-            transport.check(numbers, torch.cat(digests))
+            transport.check(loaded)
+
+    def _load(self, chunks: Collection[GPTModel], transport: Transport) -> dict[int, int]:
+        """Carry all buckets; by number of a move the digest of what the engine has of it, if they are wanted."""
+        held = {(shard.entry.megatron, shard.layer): shard.parameter.data for shard in named_shards(chunks, self.shape)}
+        loaded = dict[int, int]()
+        for slices in transport.run(lambda name, layer: held[name, layer]):
+            digests = self.engine.load(slices, read_back=transport.verify).tolist()
+            loaded |= zip(slices.numbers, digests, strict=False)  # none of an engine that is lost
+        return loaded
 
     def _carrier(self) -> Transport:
         if self._transport is None:
@@ -99,7 +105,7 @@ class WeightSync:
                 itemsize=self.dtype.itemsize,
                 gpus_per_node=setup.ranks_per_node(),
                 across=options.across_nodes,
-                bucket_bytes=options.bucket_mb * 2**20,
+                bucket_bytes=self.bucket_bytes,
             )
             self._transport = Transport(
                 planned,
@@ -111,12 +117,16 @@ class WeightSync:
             )
         return self._transport
 
-    def _compare(self, chunks: Collection[GPTModel], version: int) -> None:
-        """The same update once more, by a gather, and by the engine's own reading of HF names."""
-        names = list(self._names())
+    def compare(self, chunks: Collection[GPTModel], version: int) -> None:
+        """Do the same update once more, by a gather, and by the engine's own reading of HF names. A collective.
+
+        Raises:
+            UserError: a parameter differs; by name.
+        """
+        names = list(dict.fromkeys(self._names()))
         planned = self.engine.digests(names)
         self._gather(chunks, version)
-        for name, here, gathered in zip(names, planned, self.engine.digests(names), strict=True):
+        for name, here, gathered in zip(names, planned, self.engine.digests(names), strict=False):
             if here != gathered:
                 raise UserError(
                     f"reshard: {name} of engine {self.group.number}, on rank {self.group.rank}, has other values by "

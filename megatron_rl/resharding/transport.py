@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -63,13 +63,14 @@ class Transport:
             verify: compare digests of what was sent with those of what was loaded.
         """
         self.plan, self.group, self.dtype, self.device, self.verify = planned, group, dtype, device, verify
+        self.allocate = allocate
         self.rank = dist.get_rank(group)
         mine = np.flatnonzero((planned.sender == self.rank) | (planned.receiver == self.rank))
         bucket = np.array([slot.bucket for slot in planned.slots])[planned.slot[mine]]
         edges = np.searchsorted(bucket, np.arange(planned.buckets + 1))
         self._moves = [mine[start:end].tolist() for start, end in pairwise(edges)]
-        size = max((self._room(moves) for moves in self._moves), default=0)
-        self._buffers = [allocate(size) for _ in range(2)]
+        self._size_of_bucket = max((self._room(moves) for moves in self._moves), default=0)
+        self._buffers: list[Tensor] = []  # while it runs
         self._sent: dict[int, Tensor] = {}  # digests by slot
 
     def run(self, read: Read) -> Iterator[Slices]:
@@ -81,6 +82,7 @@ class Transport:
             read: a parameter of the source that this rank holds.
         """
         self._sent.clear()
+        self._buffers = [self.allocate(self._size_of_bucket) for _ in range(2)]
         on_its_way = self._start(0, read)
         for number in range(self.plan.buckets):
             here = on_its_way
@@ -88,19 +90,19 @@ class Transport:
                 on_its_way = self._start(number + 1, read)
             self._finish(number, here)
             yield self._slices(number, here)
+        self._buffers = []
 
-    def check(self, numbers: Sequence[int], digests: Tensor) -> None:
+    def check(self, loaded: Mapping[int, int]) -> None:
         """Compare all that was loaded with what was sent. A collective, after `run`.
 
         Args:
-            numbers: of moves that this rank received.
-            digests: of each, as the engine read it back.
+            loaded: by number of a move that this rank received its digest, as the engine read it back; padding is −1.
 
         Raises:
             UserError: naming the tensor, the slice and the ranks.
         """
         expected = self._exchange()
-        for number, found in zip(numbers, digests.tolist(), strict=True):
+        for number, found in loaded.items():
             if number >= 0 and expected[number] != found:
                 slot = self.plan.slots[self.plan.slot[number]]
                 raise UserError(

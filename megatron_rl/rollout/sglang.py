@@ -5,24 +5,26 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.resharding.names import hf_shapes
+from megatron_rl.resharding.slices import Slices
 from megatron_rl.rollout.engine import Answer, EngineLost, Request, Sampling
 from megatron_rl.rollout.groups import EngineGroup
 from megatron_rl.rollout.sglang_asker import LOOK_S
-from megatron_rl.rollout.sglang_buckets import ALIGNMENT, BUCKET_BYTES, Buckets
+from megatron_rl.rollout.sglang_buckets import ALIGNMENT, BUCKET_BYTES, Buckets, buffer, payload
 from megatron_rl.rollout.sglang_control import SglangControl, Unreachable
 from megatron_rl.rollout.sglang_kept import KeptServer
-from megatron_rl.rollout.sglang_server import SglangServer, local_gpus
+from megatron_rl.rollout.sglang_server import LOADER, SglangServer, local_gpus
 from megatron_rl.training import cpu, setup
 from megatron_rl.training.hf_config import ModelSpec
 from megatron_rl.training.model import DTYPES
@@ -66,7 +68,8 @@ class SglangEngine:
                 "rollout.deterministic: SGLang on a CPU has no deterministic attention; set it to false, or "
                 "rollout.engine to embedded"
             )
-        self.config, self.group, self.eos, self.vocabulary = config, group, eos_token_ids, vocabulary
+        self.config, self.spec, self.group = config, spec, group
+        self.eos, self.vocabulary = eos_token_ids, vocabulary
         self.directory = config.run_dir / "engines" / str(group.number)
         self._sizes = hf_shapes(replace(spec.shape, vocab=vocabulary))
         of_model = sum(math.prod(size) for size in self._sizes.values()) * DTYPES[config.trainer.dtype].itemsize
@@ -74,6 +77,7 @@ class SglangEngine:
         self._kept: KeptServer | None = None  # the leader's
         self._ranks = ranks
         self._awake, self.version = True, -1
+        self._served = False  # whether an update goes to a server; it may be lost meanwhile
 
     def start(self) -> None:
         """Start the server, with made-up weights, and wait for it; on all ranks of the group.
@@ -88,13 +92,14 @@ class SglangEngine:
     def _start_server(self) -> None:
         model = self.directory / "model"
         write_engine_model(model, self.config.model.path, self.vocabulary, self.eos)
-        local = self.group.rank % setup.ranks_per_node()
+        per_node = setup.ranks_per_node()
+        node = self.group.rank // per_node
         server = SglangServer(
             self.config.rollout.sglang,
             model,
-            number=local // self.group.size,
+            number=sum(self.group.leader_of(engine) // per_node == node for engine in range(self.group.number)),
             tensor_parallel_size=self.group.size,
-            gpus=local_gpus(local, self.group.size),
+            gpus=local_gpus(rank % per_node for rank in self.group.ranks),
             dtype=self.config.trainer.dtype,
             deterministic=self.config.rollout.deterministic,
             log_file=self.directory / "server.log",
@@ -191,19 +196,73 @@ class SglangEngine:
         Raises:
             RuntimeError: a tensor is unknown, came twice or is missing, or SGLang could not load it.
         """
+        missing = dict(self._sizes)
+        self.begin_update()
+        for held, last in self._buckets.fill(self._cut(tensors, missing)):
+            if self._served:  # else nobody would read it, and on a GPU an unread bucket is never free again
+                self._hand_over(self._buckets.payload(held), "flattened_bucket", version if last else None)
+        if missing:
+            raise RuntimeError(f"update_weights: {next(iter(missing))} was not sent")
+        self._finish(version)
+
+    def begin_update(self) -> None:
+        """See `Engine`. A collective of the group, as all that follows up to `end_update`."""
         if not self._awake:
             raise RuntimeError("update_weights: the engine sleeps; wake it first")
         self.version = -1
-        missing = dict(self._sizes)
         self._tell(SglangControl.begin_update)
-        is_served = self._is_served()
-        for held, last in self._buckets.fill(self._cut(tensors, missing)):
-            if is_served:  # else nobody would read it, and on a GPU an unread bucket is never free again
-                payloads = self._gathered(self._buckets.payload(held))
-                self._tell(partial(SglangControl.update, payloads=payloads, version=version if last else None))
-                is_served = self._is_served()  # and in shared memory the buffer is free again
-        if missing:
-            raise RuntimeError(f"update_weights: {next(iter(missing))} was not sent")
+        self._served = self._is_served()
+
+    def buffer(self, size: int) -> Tensor:
+        """See `Engine`."""
+        return buffer(cpu.device(), size)
+
+    def load(self, slices: Slices, *, read_back: bool) -> Tensor:
+        """See `Engine`. `[0]` also where the server is lost.
+
+        Raises:
+            RuntimeError: the engine has no such parameter, or not this place in it.
+        """
+        tensors = {"moves": slices.moves, "bucket": slices.bucket}
+        return self._speak_of(slices.names, tensors, reports=len(slices.moves) if read_back else 0)
+
+    def digests(self, names: Sequence[str]) -> list[int]:
+        """See `Engine`. None where the server is lost. Raises as `load`."""
+        version = self.version
+        self.begin_update()
+        found = self._speak_of(names, {}, reports=len(names))
+        self._finish(version)
+        return found.tolist()
+
+    def end_update(self, version: int) -> None:
+        """See `Engine`."""
+        self._speak_of((), {}, reports=0, version=version)
+        self._finish(version)
+
+    def _speak_of(
+        self, names: Sequence[str], tensors: Mapping[str, Tensor], *, reports: int, version: int | None = None
+    ) -> Tensor:
+        """Give our loader something to do with parameters; its report, `[reports]`, or `[0]`."""
+        if not self._served:
+            return torch.empty(0, dtype=torch.int64)
+        text = torch.tensor(list("\n".join(names).encode()), dtype=torch.uint8)
+        report = self.buffer(8 * (1 + reports)).view(torch.int64)
+        told = {"parameters": text, **tensors, "report": report}
+        self._hand_over(payload([one for one in told.items() if one[1].numel()]), LOADER, version)
+        if not self._served:
+            return torch.empty(0, dtype=torch.int64)
+        status, digests = int(report[0]), report[1:].cpu()
+        if status >= 0:
+            raise RuntimeError(f"SGLang's model has no parameter {names[status]}, or not that place in it")
+        return digests
+
+    def _hand_over(self, payload: str, load_format: str, version: int | None) -> None:
+        """Have the server read the payloads of all ranks. Then what they speak of is free again."""
+        payloads = self._gathered(payload)
+        self._tell(partial(SglangControl.update, payloads=payloads, load_format=load_format, version=version))
+        self._served = self._is_served()
+
+    def _finish(self, version: int) -> None:
         self._tell(SglangControl.end_update)
         self._buckets.drop()
         self.version = version

@@ -79,14 +79,7 @@ class Buckets:
 
     def payload(self, held: list[SimpleNamespace]) -> str:
         """What one TP rank of the engine reads, once, while the buffer stays as it is."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # the reader doesn't wait for our stream
-        file = io.BytesIO()
-        pickler = ForkingPickler(file)
-        pickler.dispatch_table[torch.Tensor] = _with_uuid
-        with _shared_by_name():
-            pickler.dump({"flattened_tensor": self._buffer, "metadata": held})
-        return base64.b64encode(file.getbuffer()).decode()
+        return payload({"flattened_tensor": self._buffer, "metadata": held})
 
     def drop(self) -> None:
         """Give the memory back."""
@@ -104,13 +97,28 @@ class Buckets:
         if size <= self._buffer.nbytes:
             return
         self._buffer = torch.empty(0, dtype=torch.uint8)  # first, or both are there at once
-        size = max(size, self.size)
-        if self.device.type == "cpu":
-            with _shared_by_name():  # at once: share_memory_() would fill all of it
-                self._buffer = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
-            return
-        with _plain_allocations():
-            self._buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._buffer = buffer(self.device, max(size, self.size))
+
+
+def buffer(device: torch.device, size: int) -> Tensor:
+    """So many bytes of memory that another process can read."""
+    if device.type == "cpu":
+        with _shared_by_name():  # at once: share_memory_() would fill all of it
+            return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
+    with _plain_allocations():
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def payload(told: Any) -> str:
+    """What SGLang unpickles: tensors, of which only the place travels, in lists, tuples, dicts and SimpleNamespaces."""
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()  # the reader doesn't wait for our stream
+    file = io.BytesIO()
+    pickler = ForkingPickler(file)
+    pickler.dispatch_table[torch.Tensor] = _with_uuid
+    with _shared_by_name():
+        pickler.dump(told)
+    return base64.b64encode(file.getbuffer()).decode()
 
 
 def _with_uuid(tensor: Tensor) -> tuple[Any, ...]:

@@ -72,16 +72,17 @@ class SglangControl:
         """After the last bucket."""
         self._post("/end_weight_update", {})
 
-    def update(self, payloads: Sequence[str], *, version: int | None) -> None:
+    def update(self, payloads: Sequence[str], *, load_format: str, version: int | None) -> None:
         """Load a bucket.
 
         Args:
             payloads: one for each TP rank of the engine; each can be read once.
+            load_format: how it is read: `flattened_bucket`, or the name of a custom loader.
             version: of the weights, with the last bucket: it also flushes the cache. None with all others.
         """
         body = {
             "serialized_named_tensors": list(payloads),
-            "load_format": "flattened_bucket",
+            "load_format": load_format,
             "flush_cache": version is not None,
         }
         self._post("/update_weights_from_tensor", body | ({} if version is None else {"weight_version": str(version)}))

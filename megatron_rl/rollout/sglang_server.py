@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import httpx2
 
 from megatron_rl.errors import UserError
+from megatron_rl.resharding import engine_side
 from megatron_rl.rollout import sglang_child
 from megatron_rl.rollout.options import SglangConfig
 from megatron_rl.training import cpu
@@ -35,6 +36,9 @@ PASSED_ON_PREFIXES = ("NCCL_", "NVIDIA_")
 PORTS = range(12_000, 22_000)
 """Where a port is sought: the server listens only when it is healthy, and until then every connection that this node
 makes could take one of the kernel's own range. SGLang's other ports lie above."""
+
+LOADER = "megatron_rl_loader.load"
+"""Takes slices of weights; of us the server can import only this (see `resharding/engine_side`)."""
 
 END_TIMEOUT_S = sglang_child.GRACE_S + 25
 """How long the child may take to end all that it looks after."""
@@ -197,6 +201,7 @@ class SglangServer:
             "--load-format": "dummy",
         }
         flags = ["--weight-version=-1", "--skip-tokenizer-init"]  # token ids in, token ids out
+        flags.append(f"--custom-weight-loader={LOADER}")
         flags += ["--enable-memory-saver"] if self.gpus else cpu.SGLANG_ARGUMENTS
         if self.deterministic:
             flags.append("--enable-deterministic-inference")
@@ -252,15 +257,22 @@ def server_environment(
     passed = {key: value for key, value in ours.items() if key in PASSED_ON or key.startswith(PASSED_ON_PREFIXES)}
     # Without it the memory saver leaves CUDA graphs where they are.
     of_device = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"} if gpus else cpu.sglang_environment(ranks)
-    return {**passed, "CUDA_VISIBLE_DEVICES": ",".join(gpus), **of_device, **added}
+    importable = os.pathsep.join(filter(None, (str(Path(engine_side.__file__).parent), added.get("PYTHONPATH"))))
+    return {
+        **passed,
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+        **of_device,
+        **added,
+        "PYTHONPATH": importable,
+    }
 
 
-def local_gpus(local_rank: int, count: int) -> tuple[str, ...]:
-    """The GPUs of the ranks from `local_rank` of a node on, as entries of CUDA_VISIBLE_DEVICES; none on a CPU."""
+def local_gpus(local_ranks: Iterable[int]) -> tuple[str, ...]:
+    """The GPUs of these ranks of a node, as entries of CUDA_VISIBLE_DEVICES; none on a CPU."""
     if not cpu.has_cuda():
         return ()
     visible = [entry for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry]
-    return tuple(visible[rank] if visible else str(rank) for rank in range(local_rank, local_rank + count))
+    return tuple(visible[rank] if visible else str(rank) for rank in local_ranks)
 
 
 def _in_url(host: str) -> str:

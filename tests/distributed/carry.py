@@ -90,13 +90,13 @@ def carry(planned: Plan, times: int, spoil: Spoil = lambda slices: slices) -> li
         engine = {
             name.format(layer=layer): torch.full_like(tensor, torch.nan) for (name, layer), tensor in wanted.items()
         }
-        numbers, digests = list[int](), [torch.empty(0, dtype=torch.int64)]
+        loaded = dict[int, int]()
         for slices in transport.run(partial(read, sources)):
             good = spoil(slices)
-            digests.append(apply([engine[name] for name in good.names], good.moves, good.bucket, read_back=True))
-            numbers += slices.numbers
+            digests = apply([engine[name] for name in good.names], good.moves, good.bucket, read_back=True)
+            loaded |= zip(slices.numbers, digests.tolist(), strict=True)
         try:
-            transport.check(numbers, torch.cat(digests))
+            transport.check(loaded)
         except UserError as error:
             found.append(str(error))
         for (name, layer), tensor in wanted.items():

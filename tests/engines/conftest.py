@@ -64,7 +64,7 @@ def push(control: SglangControl, model: Qwen2ForCausalLM, version: int, bucket_b
     control.begin_update()
     count = 0
     for held, last in buckets.fill(model.named_parameters()):
-        control.update([buckets.payload(held)], version=version if last else None)
+        control.update([buckets.payload(held)], load_format="flattened_bucket", version=version if last else None)
         count += 1
     control.end_update()
     return count

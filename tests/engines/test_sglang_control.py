@@ -73,7 +73,7 @@ def test_a_bucket_before_the_last_keeps_version_and_cache(
     buckets = Buckets(torch.device("cpu"), 40_000)
     control.begin_update()
     held, _ = next(iter(buckets.fill(model[1].named_parameters())))
-    control.update([buckets.payload(held)], version=None)
+    control.update([buckets.payload(held)], load_format="flattened_bucket", version=None)
     control.end_update()
     assert cached(server, prompt) == 49
     assert asyncio.run(greedy(server, 1)).weight_versions == (3,)

@@ -12,15 +12,20 @@ from tests.engines.conftest import PYTHON, Model
 from tests.engines.processes import writing_to
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
-def test_two_ranks_push_their_weights_into_a_server_of_two(layout: str, model: Model, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "engines"), [("tp2", 1), ("tp2pp2", 2)])
+def test_ranks_push_their_weights_into_servers_of_two(layout: str, engines: int, model: Model, tmp_path: Path) -> None:
     (tmp_path / "model").symlink_to(model[0])
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", str(2 * engines)]
     command = [*torchrun, "-m", "tests.engines.worker", layout, str(tmp_path), str(PYTHON)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines() == [f"version {version} is right" for version in (0, 1, 2)]
-    assert writing_to(tmp_path / f"run_{layout}/engines/0/server.log") == []
+    assert sorted(done.stdout.splitlines()) == sorted(
+        engines * [f"version {version} is right" for version in (0, 1, 2)]
+    )
+    for engine in range(engines):
+        log = tmp_path / f"run_{layout}/engines/{engine}/server.log"
+        assert "POST /update_weights_from_tensor" in log.read_text()
+        assert writing_to(log) == []
 
 
 SGLANG = [

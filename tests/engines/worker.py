@@ -1,22 +1,23 @@
-"""Two Megatron ranks that push their weights into one SGLang server of TP 2, again and again.
+"""Megatron ranks that push their weights into SGLang servers of TP 2, again and again.
 
-torchrun --standalone --nproc-per-node 2 -m tests.engines.worker tp2|pp2 DIRECTORY PYTHON
+torchrun --standalone --nproc-per-node 2|4 -m tests.engines.worker tp2|tp2pp2 DIRECTORY PYTHON
 """
 
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megatron_rl.errors import UserError
-from megatron_rl.resharding.sync import push_weights
+from megatron_rl.resharding.names import hf_shapes
+from megatron_rl.resharding.sides import engine_group
+from megatron_rl.resharding.sync import WeightSync
 from megatron_rl.rollout.engine import EngineLost, Request, Sampling, generate
-from megatron_rl.rollout.groups import EngineGroup
 from megatron_rl.rollout.parity import Alarms, Parity
 from megatron_rl.rollout.sglang import SglangEngine
 from megatron_rl.rollout.waiting import EngineWait
@@ -78,6 +79,19 @@ def check_stale(parity: Parity, trainer: Trainer) -> None:
         parity.check(3)
 
 
+def spoil(engine: SglangEngine) -> None:
+    """All of its parameters become NaN."""
+    sizes = hf_shapes(replace(engine.spec.shape, vocab=VOCABULARY))
+    engine.update_weights(((name, torch.full(size, torch.nan)) for name, size in sizes.items()), version=99)
+
+
+def check_refused(engine: SglangEngine) -> None:
+    """A parameter that the engine doesn't have is named, and does not end the server."""
+    for names in (["model.norm.weight", "model.abnorm.weight"], ["model.abnorm.weight"]):
+        with pytest.raises(RuntimeError, match=r"no parameter model\.abnorm\.weight"):
+            engine.digests(names)
+
+
 def lose_server(engine: SglangEngine) -> None:
     """One of its two schedulers dies in mid-generation; the leader alone has the server started again."""
     log_file = engine.directory / "server.log"
@@ -94,11 +108,15 @@ def lose_server(engine: SglangEngine) -> None:
 def main() -> None:
     """Three updates: the first, and two with other weights, each through a sleep; with TP 2 one loses the server."""
     layout, directory, python = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-    size = {"tp2": "tensor_parallel_size", "pp2": "pipeline_parallel_size"}[layout]
     config = run_config(
         run_dir=directory / f"run_{layout}",
         model={"path": directory / "model"},
-        trainer={size: 2, "dtype": "float32", "micro_batch_size": 4},
+        trainer={
+            "tensor_parallel_size": 2,
+            "pipeline_parallel_size": setup.world_size() // 2,
+            "dtype": "float32",
+            "micro_batch_size": 4,
+        },
         rollout={
             "engine": "sglang",
             "tensor_parallel_size": 2,
@@ -109,37 +127,49 @@ def main() -> None:
                 "hung_after_s": 30,
             },
         },
+        reshard={"verify": "always"},
     )
     spec = read_model_spec(config.model.path)
-    groups = setup.start(config)
-    group = EngineGroup(rank=dist.get_rank(), size=2, world=2)
+    group = engine_group(config, spec.shape)
+    groups = setup.start(config, group)
     engine = SglangEngine(config, spec, group, eos_token_ids=EOS, vocabulary=VOCABULARY, ranks=groups.engine)
     try:
         engine.start()
         engine.sleep()
-        trainer = Trainer(config, spec, VOCABULARY)
-        engine._buckets.size = 30_000  # many, not one
-        wait = EngineWait(dist.distributed_c10d._get_default_store(), group, timeout_s=60)
-        parity = Parity(PROMPTS, engine, wait, Alarms(1e-3), print)
-        for version in (0, 1, 2):
-            engine.wake()
-            push_weights(trainer.model, spec.shape, engine, version)
-            engine.resume()
-            model, of_trainer = whole_model(trainer, config.model.path), trainer.score(PROMPTS)
-            if group.leads:
-                check_answers(engine, model, of_trainer, version)
-                print(f"version {version} is right", flush=True)
-            parity.expect(of_trainer, version)
-            parity.check(version)
-            if version == 2:
-                check_stale(parity, trainer)
-            if version == 1 and layout == "tp2" and group.leads:
-                lose_server(engine)
-            engine.sleep()
-            change(trainer, version)
+        push_thrice(Trainer(config, spec, VOCABULARY), engine, groups)
     finally:
         engine.stop()
-    setup.stop()
+    setup.stop(groups)
+
+
+def push_thrice(trainer: Trainer, engine: SglangEngine, groups: setup.Groups) -> None:
+    """Each time every parameter was NaN before, and is afterwards what a gather makes of it, bit for bit."""
+    config, group = engine.config, engine.group
+    sync = WeightSync(config, engine.spec.shape, VOCABULARY, groups, engine, group)
+    sync.bucket_bytes = engine._buckets.size = 30_000  # many, not one
+    wait = EngineWait(groups.store, group, timeout_s=60)
+    parity = Parity(PROMPTS, engine, wait, Alarms(1e-3), print)
+    for version in (0, 1, 2):
+        engine.wake()
+        spoil(engine)
+        sync.push(trainer.model, version)
+        if version == 0:
+            check_refused(engine)
+        engine.resume()
+        model, of_trainer = whole_model(trainer, config.model.path), trainer.score(PROMPTS)
+        if group.leads:
+            check_answers(engine, model, of_trainer, version)
+        parity.expect(of_trainer, version)
+        parity.check(version)
+        sync.compare(trainer.model, version)
+        if group.leads:
+            print(f"version {version} is right", flush=True)
+        if version == 2:
+            check_stale(parity, trainer)
+        if version == 1 and group.engines == 1 and group.leads:
+            lose_server(engine)
+        engine.sleep()
+        change(trainer, version)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ SGLang imports `load` as a custom weight loader; the embedded engine calls `appl
 is of us, so it imports torch and nothing else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,18 +22,23 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) ->
     Args:
         model: the TP rank's.
         named_tensors: `parameters`, the names that are spoken of, as bytes of text with a line each; `bucket` and
-            `moves` as for `apply`, or neither; `report`, in memory of the trainer's rank, which gets the digests of
-            what was written, read back, or, without a bucket, those of the whole parameters. Empty: nobody wants them.
+            `moves` as for `apply`; `report`, in memory of the trainer's rank, `[1 + digests]`: the number of a
+            parameter that the model doesn't have, or has in another size, and then nothing is written (−1: none); and
+            the digests of what was written, read back, or, without `moves`, those of the whole parameters; `[1]`:
+            nobody wants them. Empty tensors are left out. An exception here would end the server.
     """
     given = dict(named_tensors)
     known = dict(model.named_parameters())
-    parameters = [known[name] for name in bytes(given["parameters"].tolist()).decode().split("\n")]
-    report = given["report"]
-    if "bucket" in given:
-        digests = apply(parameters, given["moves"], given["bucket"], read_back=report.numel() > 0)
-    else:
-        digests = torch.stack([digest(parameter.data) for parameter in parameters])
-    report.copy_(digests)
+    names = bytes(given["parameters"].tolist()).decode().splitlines() if "parameters" in given else []
+    report, moves = given["report"], given.get("moves", torch.empty(0, 6, dtype=torch.int64))
+    wrong = _first_wrong(known, names, moves.tolist())
+    report[0] = wrong
+    if wrong < 0:
+        parameters = [known[name] for name in names]
+        if len(moves):
+            report[1:] = apply(parameters, moves, given.get("bucket", moves), read_back=report.numel() > 1)
+        elif report.numel() > 1:
+            report[1:] = torch.stack([digest(parameter.data) for parameter in parameters])
     if report.is_cuda:  # the reply must not come before the copies are done
         torch.cuda.synchronize(report.device)
 
@@ -64,6 +69,18 @@ def apply(parameters: Sequence[Tensor], moves: Tensor, bucket: Tensor, *, read_b
         if read_back:
             digests.append(digest(target))
     return torch.stack(digests) if digests else torch.empty(0, dtype=torch.int64, device=bucket.device)
+
+
+def _first_wrong(known: Mapping[str, Tensor], names: Sequence[str], moves: Sequence[Sequence[int]]) -> int:
+    """The number of a name that is not known, or has no such rectangle; −1: there is none."""
+    for number, name in enumerate(names):
+        if name not in known:
+            return number
+    for which, row, column, rows, columns, _ in moves:
+        shape = known[names[which]].shape
+        if row + rows > shape[0] or column + columns > (*shape, 1)[1]:
+            return which
+    return -1
 
 
 def rectangle(tensor: Tensor, row: int, column: int, rows: int, columns: int) -> Tensor:
