@@ -13,6 +13,7 @@ from megatron_rl.config import Config
 from megatron_rl.data.prompts import PromptSet, load_prompts, load_tokenizer, usable_ids
 from megatron_rl.errors import UserError
 from megatron_rl.resharding.hf_files import HfReader
+from megatron_rl.resharding.sides import check_engine
 from megatron_rl.rewards.graders import check_graders
 from megatron_rl.rollout.groups import check_engine_groups
 from megatron_rl.run_dir import check_run_dir
@@ -56,6 +57,7 @@ def read_inputs(config: Config) -> Inputs:
     check_engine_groups(
         config.rollout.tensor_parallel_size, world, setup.ranks_per_node(), first=setup.first_that_samples(config)
     )
+    check_engine(config, spec.shape)
     tokenizer = load_tokenizer(config.model.path)
     data = load_prompts(config.data.train, tokenizer, config.data)
     heldout = load_prompts(config.data.eval, tokenizer, config.data) if config.data.eval else None

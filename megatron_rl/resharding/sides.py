@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from megatron_rl.config import Config
+from megatron_rl.errors import UserError
 from megatron_rl.resharding.layout import Layout
 from megatron_rl.resharding.names import Shape
 from megatron_rl.resharding.placement import aligned_step
 from megatron_rl.rollout.groups import EngineGroup
-from megatron_rl.training import setup
+from megatron_rl.training import cpu, setup
 
 
 def trainer_layout(config: Config, shape: Shape, ranks: int) -> Layout:
@@ -29,6 +30,28 @@ def trainer_layout(config: Config, shape: Shape, ranks: int) -> Layout:
         data=ranks // model,
         chunks=trainer.pipeline_chunks,
     )
+
+
+def check_engine(config: Config, shape: Shape) -> None:
+    """Refuse engines whose parameters a model can't be split into.
+
+    Args:
+        config: of the run.
+        shape: of the model.
+
+    Raises:
+        UserError: naming the number that is not divisible.
+    """
+    size = config.rollout.tensor_parallel_size
+    shape.check_tensor_parallel(size, "rollout.tensor_parallel_size")
+    if config.rollout.engine == "embedded" or config.reshard.method == "gather" or cpu.has_cuda():
+        return
+    for what, count, unit in cpu.sglang_units(shape.intermediate, shape.kv_heads, size):
+        if count % unit:
+            raise UserError(
+                f"reshard.method: on a CPU SGLang pads {what} ({count}) to a multiple of {unit}, which the plan "
+                "doesn't know; set it to gather"
+            )
 
 
 def engine_group(config: Config, shape: Shape) -> EngineGroup:

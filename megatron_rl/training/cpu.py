@@ -73,6 +73,11 @@ def sglang_environment(ranks: int) -> dict[str, str]:
     return {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": bound}
 
 
+def sglang_units(intermediate: int, kv_heads: int, ranks: int) -> list[tuple[str, int, int]]:
+    """What SGLang pads on a CPU, and only there: (name in config.json, number, what it becomes a multiple of)."""
+    return [("intermediate_size", intermediate, 32 * ranks), ("num_key_value_heads", kv_heads, ranks)]
+
+
 def used_bytes(of: torch.device) -> int:
     """Memory in use: of a GPU, by all processes on it; on a CPU the resident memory of this process."""
     if of.type == "cuda":

@@ -18,8 +18,8 @@ from tests.tiny import write_model
 __all__ = ["job"]  # the fixture, one for all
 
 PYTHON = Path(__file__).parents[2] / ".venv-sglang/bin/python"
-SHAPE = Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=37, tied=False)
-"""Two key-value heads, so that TP 2 divides them."""
+SHAPE = Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=37, tied=False)
+"""Two key-value heads, and twice 64 for the intermediate size, so that TP 2 divides them also on a CPU."""
 
 Model = tuple[Path, Qwen2ForCausalLM]
 """A model directory and the model that was written to it."""
