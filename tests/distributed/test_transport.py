@@ -3,25 +3,32 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.distributed.carry import plans
+from tests.distributed.data import MODELS
+from tests.tiny import write_model
 
 Found = list[dict[str, list[str]]]
+
+
+def launch(module: str, directory: Path, saved: str) -> Found:
+    """What each of four processes found."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command = [*torchrun, "-m", f"tests.distributed.{module}", str(directory)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [torch.load(directory / f"{saved}_{rank}.pt") for rank in range(4)]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What was wrong, by rank and plan."""
-    directory = tmp_path_factory.mktemp("carried")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command = [*torchrun, "-m", "tests.distributed.carry", str(directory)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [torch.load(directory / f"carried_{rank}.pt") for rank in range(4)]
+    return launch("carry", tmp_path_factory.mktemp("carried"), "carried")
 
 
 @pytest.mark.parametrize("name", plans())
@@ -34,3 +41,9 @@ def test_a_bit_that_is_flipped_on_the_way_is_named(found: Found) -> None:
         told, *_ = of_rank["a bit is flipped"]
         assert "model.embed_tokens.weight[" in told
         assert f"is not what rank {rank} loaded into model.embed_tokens.weight (row 0, column 0)" in told
+
+
+def test_four_ranks_push_a_real_models_weights_into_embedded_engines(tmp_path: Path) -> None:
+    for kind, (shape, rope) in MODELS.items():
+        write_model(tmp_path / kind, shape, 7, rms_norm_eps=1e-5, rope_parameters=rope)
+    assert launch("pushing", tmp_path, "pushed") == [{kind: [] for kind in MODELS}] * 4
