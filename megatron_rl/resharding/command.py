@@ -52,6 +52,8 @@ def of_options(hf_config: Path, trainer: str, engine: str) -> Sides:
     Raises:
         UserError: they are written otherwise, or the model is not known.
     """
+    if not hf_config.exists():
+        raise UserError(f"--hf-config: there is no {hf_config}; give a config.json, or a directory with one")
     sizes = {"tp": 1} | _sizes(engine, "--engine", ("tp",))
     return Sides(
         shape=read_model_spec(hf_config).shape,

@@ -75,6 +75,7 @@ def cuts(entry: Entry, source: Layout, target: Layout, tp_rank: int, *, most: in
     found = []
     for part in parts(target.side, entry, target.shape, tp_rank, target.tensor):
         width = part.size[1] if len(part.size) > 1 else 1
+        _check_stacked(part, padded=entry.fusion == "vocabulary")
         for wanted in part.pieces:
             of_piece = [
                 cut
@@ -120,6 +121,17 @@ def _corner(tensor: str, piece: Piece, rows: range, columns: range) -> Corner:
 
 def _both(one: range, other: range) -> range:
     return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _check_stacked(part: Part, *, padded: bool) -> None:
+    """Pieces fill all rows, one behind the other; only a vocabulary has padding, behind them."""
+    end = 0
+    for piece in part.pieces:
+        if piece.at != end:
+            raise ValueError(f"{part.name}: {piece.hf} begins in row {piece.at}, where what is before it ends in {end}")
+        end += len(piece.rows)
+    if end > part.size[0] or (end < part.size[0] and not padded):
+        raise ValueError(f"{part.name}: its pieces have {end} rows, and it has {part.size[0]}")
 
 
 def _check_whole(found: list[Cut], wanted: Piece, width: int) -> None:

@@ -137,6 +137,30 @@ def test_names_under_transformer_engine_differ_where_norms_are_fused_into_the_li
     }
 
 
+def test_names_under_transformer_engine_are_those_that_were_recorded() -> None:
+    layer = {
+        "self_attention.linear_qkv.layer_norm_weight",
+        "self_attention.linear_qkv.weight",
+        "self_attention.linear_proj.weight",
+        "mlp.linear_fc1.layer_norm_weight",
+        "mlp.linear_fc1.weight",
+        "mlp.linear_fc2.weight",
+    }
+    recorded = {  # of models in Megatron's format, written by others with its Transformer Engine spec
+        "qwen2": layer | {"self_attention.linear_qkv.bias"},
+        "qwen3": layer | {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"},
+        "llama": layer,
+    }
+    for shape in (SHAPE, replace(QWEN3, tied=False), LLAMA):
+        found = {entry.te or entry.megatron for entry, layer in parameters(shape) if layer in (-1, 0)}
+        assert found == {
+            "embedding.word_embeddings.weight",
+            "decoder.final_layernorm.weight",
+            "output_layer.weight",
+            *(f"decoder.layers.{{layer}}.{name}" for name in recorded[shape.family]),
+        }
+
+
 @pytest.mark.parametrize(
     ("layers", "stages", "expected"),
     [(3, 1, [0, 0, 0]), (3, 3, [0, 1, 2]), (6, 2, [0, 0, 0, 1, 1, 1]), (6, 3, [0, 0, 1, 1, 2, 2])],

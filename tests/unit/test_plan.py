@@ -210,11 +210,11 @@ def swapped(part: Part) -> Part:
 
 
 WRONG = {
-    "dropped": (lambda part: replace(part, pieces=part.pieces[:-1]), "qkv_proj.weight", "qkv_proj.weight"),
+    "dropped": (lambda part: replace(part, pieces=part.pieces[:-1]), "qkv_proj.weight", "qkv_proj.weight: its pieces"),
     "doubled": (
         lambda part: replace(part, pieces=(*part.pieces, part.pieces[-1])),
         "qkv_proj.bias",
-        "v_proj.bias.* twice",
+        r"qkv_proj.bias: .*v_proj.bias begins in row 30",
     ),
     "shifted": (shifted, "gate_up_proj", "up_proj.weight: .* no source"),
     "swapped": (swapped, "gate_up_proj", "gate_up_proj"),
