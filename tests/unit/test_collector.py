@@ -378,9 +378,7 @@ def test_a_group_with_one_grade_teaches_nothing() -> None:
 
 def test_too_many_answers_without_a_grade_end_the_run() -> None:
     one = rig([], dynamic=False, score=lambda prompt, sample: NAN if sample == 3 else 1.0)
-    with pytest.raises(
-        SamplingEndedError, match=r"^rewards\.max_ungraded: step 1: 3 of 12 answers could not be"
-    ):
+    with pytest.raises(SamplingEndedError, match=r"^rewards\.max_ungraded: step 1: 3 of 12 answers could not be"):
         one.steps(1)
 
 
@@ -388,9 +386,7 @@ def test_too_many_answers_without_a_grade_end_the_run() -> None:
 def test_a_grader_that_fails_on_everything_ends_the_run_after_one_round(when_short: str) -> None:
     one = rig([], when_short=when_short, score=lambda prompt, sample: NAN)
     one.stream.longest = 1000  # or it would go on for ever
-    with pytest.raises(
-        SamplingEndedError, match=r"^rewards\.max_ungraded: step 1: 12 of 12 answers could not be"
-    ):
+    with pytest.raises(SamplingEndedError, match=r"^rewards\.max_ungraded: step 1: 12 of 12 answers could not be"):
         one.steps(1)
     assert one.stream.counts == [3]
 
