@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from megatron_rl.config import Config
 from megatron_rl.evaluation.heldout import evaluate
-from megatron_rl.rollout.sampler import EnginesGoneError
+from megatron_rl.rollout.sampler import SamplingEndedError
 from megatron_rl.run import Run
 from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.training.batch import make_batch
@@ -76,8 +76,8 @@ def with_engines(
     """What `act` gives with engines that have the current weights; it gives None when all of them were lost meanwhile.
 
     Also how engines and trainer agree. An engine that was lost is started again by its leader, and gets its weights
-    with the others'. Without `sync` engines have weights that they are to go on with. When one was lost too often the
-    run is saved, after `before_saving`, which makes it one between two steps.
+    with the others'. Without `sync` engines have weights that they are to go on with. When sampling can't go on
+    the run is saved, after `before_saving`, which makes it one between two steps.
     """
     parity = MeanMetrics()
     while True:
@@ -88,7 +88,7 @@ def with_engines(
                 if sync:
                     parity = run.parity.check(step)  # engine and trainer agree, or the run ends
                 result = act()
-            except EnginesGoneError:
+            except SamplingEndedError:
                 before_saving()
                 run.save()
                 raise

@@ -9,18 +9,19 @@ from typing import Any
 from megatron_rl.algorithms.filters import load_filter
 from megatron_rl.config import Config
 from megatron_rl.data.stream import PromptStream
-from megatron_rl.errors import UserError
 from megatron_rl.rollout.engine import Sampling
 from megatron_rl.rollout.figures import sampling_metrics
 from megatron_rl.rollout.leader import Begun, Task, Work
 from megatron_rl.rollout.ledger import TRAINING_STREAM, Carried, Draw, Ledger, Plan, Rates
 from megatron_rl.rollout.leftover import NOTHING, Leftover, leftover_of, to_json
-from megatron_rl.rollout.sampler import GroupSampler
+from megatron_rl.rollout.sampler import GroupSampler, SamplingEndedError
 from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.types import Group
 
 AHEAD = 0.75
 """Of the batches that prompts could be drawn ahead for: keep rates vary, and what grows too old is sampled anew."""
+
+ENDS = "the run ends as the last finished step left it, which is saved"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +80,8 @@ class Collector:
             None if all engines were lost before it was done: bring them the weights, and call again.
 
         Raises:
-            UserError: too few answers could be graded, or the batch stays short and `rollout.when_short` is `raise`.
-            EnginesGoneError: an engine was lost too often.
+            SamplingEndedError: an engine was lost too often, too few answers could be graded, or the batch stays short
+                and `rollout.when_short` is `raise`.
         """
         rollout: Rollout | None
         if self._ahead and self._ahead[0] == step:
@@ -112,8 +113,8 @@ class Collector:
         if len(batch) < wanted:
             short = f"step {step}: {len(batch)} of {wanted} groups kept in {ledger.rounds} rounds of sampling"
             if ledger.plan.when_short == "raise":
-                raise UserError(f"rollout.max_rounds: {short}; the run stops, its last checkpoint stays")
-            self.warn(f"{short}; training on these")
+                raise SamplingEndedError(f"rollout.max_rounds: {short}; {ENDS}")
+            self.warn(f"{short}; {'training on these' if batch else 'the step trains on nothing'}")
         metrics = sampling_metrics(passed)
         self._add_counts(metrics, step, ledger, sampled.work)
         return Rollout(groups=tuple(batch), sampled=tuple(passed), metrics=metrics)
@@ -212,9 +213,9 @@ class Collector:
         ungraded = answers - sum(len(group.graded_scores) for group in groups)
         if ungraded > self.config.rewards.max_ungraded * answers:
             reasons = "; ".join(f"{reason} ({count})" for reason, count in sorted(work.ungraded.items())[:5])
-            raise UserError(
+            raise SamplingEndedError(
                 f"rewards.max_ungraded: step {step}: {ungraded} of {answers} answers could not be graded: {reasons}; "
-                "the run stops, its last checkpoint stays"
+                f"{ENDS}"
             )
 
     def _add_counts(self, metrics: MeanMetrics, step: int, ledger: Ledger, work: Work) -> None:

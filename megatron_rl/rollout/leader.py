@@ -163,6 +163,7 @@ class Leader:
         try:
             for number in ledger.open_for(self.number):
                 if number not in self._in_work and number not in self.groups:
+                    moved = True
                     self._begin(number, ledger.entries[number].draw)
             return self._listen(0.0 if moved else wait_s) or moved
         except EngineLost as lost:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.engine import Engine, EngineLost
-from megatron_rl.rollout.sampler import EnginesGoneError
+from megatron_rl.rollout.sampler import SamplingEndedError
 from megatron_rl.rollout.waiting import EngineWait
 from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.types import Prompt, Response
@@ -204,7 +204,7 @@ class Parity:
 
         Raises:
             UserError: on every rank, an engine has wrong or stale weights (see `Alarms`).
-            EnginesGoneError: on every rank, an engine was lost too often.
+            SamplingEndedError: on every rank, an engine was lost too often.
         """
         if self._expected is None:
             return MeanMetrics()
@@ -221,7 +221,7 @@ class Parity:
         dist.all_gather_object(gathered, mine, group=self.everyone)  # so that all ranks judge by the same numbers
         for refused in gathered:
             if isinstance(refused, UserError):
-                raise EnginesGoneError(str(refused))
+                raise SamplingEndedError(str(refused))
         readings = [reading for reading in gathered if isinstance(reading, Reading)]
         if not readings:
             return MeanMetrics()

@@ -22,9 +22,9 @@ from megatron_rl.rollout.waiting import EngineWait, pause_s
 from megatron_rl.types import Graded, Group, Response
 
 
-class EnginesGoneError(UserError):
-    """Engines fail again and again, or a filter of the user's does. Raised on every rank, between two collectives: the
-    run can still be saved."""
+class SamplingEndedError(UserError):
+    """Sampling can't go on: engines or graders fail too often, a filter of the user's does, or a batch stays short that
+    must not. Raised on every rank, between two collectives: the run can still be saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class GroupSampler:
 
         Raises:
             UserError: a leader has hung.
-            EnginesGoneError: an engine was lost too often, or `keeps` raised.
+            SamplingEndedError: an engine was lost too often, or `keeps` raised.
         """
         ledger, leader, wait = self.busy(), self._leader, self.wait
         if ledger.stalled:
@@ -134,7 +134,7 @@ class GroupSampler:
             for event in message[0]:
                 ledger.apply(event)
         if ledger.failure:
-            raise EnginesGoneError(ledger.failure)
+            raise SamplingEndedError(ledger.failure)
         return not ledger.stalled
 
     def end(self, *, pause: bool = False) -> Sampled:

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+import random
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -39,9 +40,9 @@ def _count(path: str) -> int:
         os.close(counter)
 
 
-def mostly_nan(prompt: Prompt, text: str, finished: bool) -> float:
-    """A grader that can't judge anything but the rows that two divides."""
-    return math.nan if prompt.index % 2 else 1.0
+def of_early_rows(prompt: Prompt, text: str, finished: bool) -> float:
+    """A coin, for rows that are `early`; of the others only the longest answers can be judged."""
+    return coin(prompt, text, finished) if prompt.metadata["early"] or len(text) > 12 else math.nan
 
 
 def seen(prompt: Prompt, text: str, finished: bool) -> dict[str, Any]:
@@ -63,6 +64,12 @@ def coin(prompt: Prompt, text: str, finished: bool) -> float:
 def by_row(prompt: Prompt, text: str, finished: bool) -> float:
     """All wrong for rows that are `uniform`."""
     return 0.0 if prompt.metadata["uniform"] else coin(prompt, text, finished)
+
+
+def now_and_then(prompt: Prompt, text: str, finished: bool) -> float:
+    """A coin that takes its time, never the same."""
+    time.sleep(random.SystemRandom().random() * 0.1)
+    return coin(prompt, text, finished)
 
 
 @batch

@@ -76,6 +76,18 @@ def test_what_is_left_over_is_in_the_checkpoint(job: Job) -> None:
         assert batch_rows(other, step) == batch_rows(whole, step)
 
 
+def test_the_batches_are_the_same_to_the_bit_whenever_graders_are_done(job: Job) -> None:
+    """On two engines, with groups that are left out, further rounds, and groups that are left over."""
+    settings = (*FAST, *STALE, "steps=3")
+    quick = job.train("quick", *settings, "rewards.grader=tests.e2e.graders:coin", processes=2)
+    rows = without_times(read_metrics(quick / "metrics.jsonl"))
+    assert max(row["rollout/rounds"] for row in rows) > 1
+    other = job.train("now_and_then", *settings, "rewards.grader=tests.e2e.graders:now_and_then", processes=2)
+    assert without_times(read_metrics(other / "metrics.jsonl")) == rows
+    for step in (1, 2, 3):
+        assert samples(other, step) == samples(quick, step)
+
+
 def test_answers_pause_and_go_on_in_the_next_step_and_the_next_run(job: Job) -> None:
     """Where an answer pauses depends on the time that grading takes; what becomes of it doesn't."""
     data = write_rows(job, "partial", 100, lambda place: {})

@@ -6,16 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.telemetry.writer import read_metrics
-from tests.e2e.conftest import Job, start, write_rows
+from tests.e2e.conftest import Job, prompt_order, start, write_rows
 from tests.e2e.graders import sha256
-from tests.e2e.test_runs import DP2, refusal
+from tests.e2e.test_runs import DP2, refusal, without_times
 
 GRPO = "algorithm.preset=grpo"  # no dynamic sampling: all that is sampled is trained on
 FAST = (GRPO, "checkpoint.export_hf=false", "telemetry.tensorboard=false", "rewards.workers=2")
-
-
-def files_of(directory: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
 
 
 def test_answers_whose_grader_fails_are_ungraded_and_too_many_end_the_run(job: Job) -> None:
@@ -42,12 +38,19 @@ def test_answers_whose_grader_fails_are_ungraded_and_too_many_end_the_run(job: J
     killed = "took longer than 1 s and was killed"  # each reason is said once a step; in the second both took too long
     assert sorted(said) == ["it returned NaN", "its process ended with exit code 3", killed, killed]
 
-    before = files_of(run / "checkpoints")
-    refusal(
-        job.command("failing", *settings, "steps=3", "rewards.grader=tests.e2e.graders:mostly_nan", processes=2),
-        "error: rewards.max_ungraded: step 3: ",
-    )
-    assert files_of(run / "checkpoints") == before != {}
+
+def test_a_grader_that_fails_on_too_many_ends_the_run_with_the_last_step_saved(job: Job) -> None:
+    """And the run goes on from there when the grader is mended."""
+    early = set(prompt_order(100, 16))  # the first two steps
+    data = write_rows(job, "late", 100, lambda place: {"early": place in early})
+    settings = (*FAST, DP2, f"data.train={data}", "checkpoint.every=null", "steps=3")
+    failing = job.command("late", *settings, "rewards.grader=tests.e2e.graders:of_early_rows", processes=2)
+    refusal(failing, "error: rewards.max_ungraded: step 3: ")
+    run = job.directory / "late"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000002"]
+    job.train("late", *settings, "rewards.grader=tests.e2e.graders:coin", processes=2)
+    whole = job.train("late_whole", *settings, "rewards.grader=tests.e2e.graders:coin", processes=2)
+    assert without_times(read_metrics(run / "metrics.jsonl")) == without_times(read_metrics(whole / "metrics.jsonl"))
 
 
 def test_each_saved_row_has_the_details_of_its_own_grade(job: Job) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.errors import UserError
 from megatron_rl.rollout.collector import Collector, Rollout
 from megatron_rl.rollout.engine import response_seed
 from megatron_rl.rollout.figures import sampling_metrics
 from megatron_rl.rollout.ledger import TRAINING_STREAM, Carried, Completed, Draw
 from megatron_rl.rollout.leftover import Leftover
+from megatron_rl.rollout.sampler import SamplingEndedError
 from megatron_rl.types import Group, Prompt, Response
 from tests.simulated import Clock, FakeEngine, SimulatedSampler, SlowGrades, lognormal
 from tests.tiny import graded_group, run_config
@@ -262,7 +262,7 @@ def test_the_rounds_are_capped_and_the_part_that_was_found_is_trained_on() -> No
 
 
 def test_a_batch_that_stays_short_can_end_the_run_or_be_waited_for() -> None:
-    with pytest.raises(UserError, match=r"^rollout.max_rounds: step 1: 0 of 3 groups kept in 2 rounds"):
+    with pytest.raises(SamplingEndedError, match=r"^rollout.max_rounds: step 1: 0 of 3 groups kept in 2 rounds"):
         rig(lambda n: 0, max_rounds=2, when_short="raise").steps(1)
     one = rig(lambda n: 2 if n > 40 else 0, max_rounds=2, when_short="continue")
     (rollout,) = one.steps(1)
@@ -378,7 +378,7 @@ def test_a_group_with_one_grade_teaches_nothing() -> None:
 
 def test_too_many_answers_without_a_grade_end_the_run() -> None:
     one = rig([], dynamic=False, score=lambda prompt, sample: NAN if sample == 3 else 1.0)
-    with pytest.raises(UserError, match=r"^rewards\.max_ungraded: step 1: 3 of 12 answers could not be graded"):
+    with pytest.raises(SamplingEndedError, match=r"^rewards\.max_ungraded: step 1: 3 of 12 answers could not be"):
         one.steps(1)
 
 
@@ -386,7 +386,7 @@ def test_too_many_answers_without_a_grade_end_the_run() -> None:
 def test_a_grader_that_fails_on_everything_ends_the_run_after_one_round(when_short: str) -> None:
     one = rig([], when_short=when_short, score=lambda prompt, sample: NAN)
     one.stream.longest = 1000  # or it would go on for ever
-    with pytest.raises(UserError, match=r"^rewards\.max_ungraded: step 1: 12 of 12 answers could not be graded"):
+    with pytest.raises(SamplingEndedError, match=r"^rewards\.max_ungraded: step 1: 12 of 12 answers could not be"):
         one.steps(1)
     assert one.stream.counts == [3]
 

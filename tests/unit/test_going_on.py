@@ -1,12 +1,13 @@
 """What a collector writes into a checkpoint is what the next step begins with, wherever the run has come to."""
 
 import json
+import math
 from collections.abc import Callable
 
 import pytest
 
 from megatron_rl.rollout.collector import Rollout
-from megatron_rl.rollout.sampler import EnginesGoneError
+from megatron_rl.rollout.sampler import SamplingEndedError
 from tests.unit.test_collector import Rig, indices, rig
 
 
@@ -25,7 +26,7 @@ def figures(rollout: Rollout | None) -> tuple[list[int], dict[str, float]]:
 
 
 def gives_up() -> bool:
-    raise EnginesGoneError("engine 1 was lost too often")
+    raise SamplingEndedError("engine 1 was lost too often")
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -38,8 +39,25 @@ def test_a_step_that_lost_its_engines_is_begun_as_it_was_begun(early: bool) -> N
     calm.steps(2)
     assert one.collector.everything_left.draws
     one.sampler.go_on = gives_up  # type: ignore[method-assign]
-    with pytest.raises(EnginesGoneError):
+    with pytest.raises(SamplingEndedError):
         (one.collector.collect_ahead if early else one.collector.collect)(3)
+    assert figures(gone_on(one, made).collector.collect(3)) == figures(calm.collector.collect(3))
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_step_whose_grader_failed_is_begun_as_it_was_begun(early: bool) -> None:
+    broken = False
+
+    def made() -> Rig:
+        return rig([], max_staleness=1, score=lambda prompt, n: math.nan if broken else float(n < prompt.index % 4))
+
+    one, calm = made(), made()
+    one.steps(2)
+    calm.steps(2)
+    broken = True
+    with pytest.raises(SamplingEndedError, match=r"^rewards\.max_ungraded: step 3: "):
+        (one.collector.collect_ahead if early else one.collector.collect)(3)
+    broken = False
     assert figures(gone_on(one, made).collector.collect(3)) == figures(calm.collector.collect(3))
 
 

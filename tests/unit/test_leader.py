@@ -81,3 +81,10 @@ def test_a_group_that_is_completed_behind_the_loss_of_the_last_engine_is_told_ag
         assert ledger.over
         assert [one.engine for one in ledger.completed()] == [0, 1]
     assert two.leaders[0].work.samples == 2
+
+
+def test_to_begin_a_group_is_something_that_happened() -> None:
+    """What is begun may have all its answers: then it is with its grader at once, and nobody should sleep on it."""
+    two = Leaders(lambda group: True)
+    two.meet()
+    assert [two.leaders[0].step(two.ledgers[0], 0.0) for _ in range(2)] == [True, False]

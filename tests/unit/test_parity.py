@@ -12,7 +12,7 @@ from megatron_rl.rollout import parity as module
 from megatron_rl.rollout.engine import Answer, EngineLost, Request, Sampling
 from megatron_rl.rollout.groups import EngineGroup
 from megatron_rl.rollout.parity import Alarms, Distance, Parity, Reading, choose_probe, distance, make_parity, read
-from megatron_rl.rollout.sampler import EnginesGoneError
+from megatron_rl.rollout.sampler import SamplingEndedError
 from megatron_rl.rollout.waiting import EngineWait
 from megatron_rl.types import FinishReason, Prompt, Response
 from tests.tiny import run_config
@@ -290,5 +290,5 @@ def test_an_engine_that_is_lost_before_or_while_it_scores_is_started_again_and_l
     assert parity.check(1).values() == {}
     assert engine.restarted == 1
     parity.expect([(-1.0, -2.0)], version=2)
-    with pytest.raises(EnginesGoneError, match="not a second time"):  # on every rank, so that the run can be saved
+    with pytest.raises(SamplingEndedError, match="not a second time"):  # on every rank, so that the run can be saved
         parity.check(2)

@@ -18,7 +18,7 @@ from megatron_rl.rollout.engine import Engine, EngineLost, Request, Sampling, re
 from megatron_rl.rollout.groups import EngineGroup
 from megatron_rl.rollout.leader import Task
 from megatron_rl.rollout.ledger import EVALUATION_STREAM, TRAINING_STREAM, Draw, Ledger, Plan, Rates
-from megatron_rl.rollout.sampler import EnginesGoneError, GroupSampler, Sampled
+from megatron_rl.rollout.sampler import GroupSampler, Sampled, SamplingEndedError
 from megatron_rl.rollout.waiting import EngineWait
 from megatron_rl.types import FinishReason, Group, Prompt, Response
 from tests.tiny import run_config
@@ -237,7 +237,7 @@ def test_a_filter_that_fails_on_one_rank_ends_the_run_on_all(monkeypatch: pytest
 
     def of_rank(rank: int) -> None:
         world.here.rank = rank
-        with pytest.raises(EnginesGoneError, match=r"^algorithm\.group_filter: it divides by zero$"):
+        with pytest.raises(SamplingEndedError, match=r"^algorithm\.group_filter: it divides by zero$"):
             sample(sampler_of(Echo(), store, EngineGroup(rank=rank, size=1, world=2), last_line), keeps)
 
     with ThreadPoolExecutor(2) as threads:
@@ -286,7 +286,7 @@ def test_an_engine_that_is_lost_for_good_as_a_step_ends_ends_the_run_in_the_next
     assert list(found.groups) == [0]
     assert found.work.engines_lost == 1
     begin()
-    with pytest.raises(EnginesGoneError, match="it may not be started again"):
+    with pytest.raises(SamplingEndedError, match="it may not be started again"):
         sampler.go_on()
 
 
