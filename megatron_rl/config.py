@@ -272,12 +272,13 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _correction_of_async(cls, values: Any) -> Any:
+    def _correction_where_off_policy(cls, values: Any) -> Any:
         """Weigh what older weights sampled, unless the user says how."""
         if isinstance(values, dict) and isinstance(rollout := values.get("rollout"), dict):
             algorithm = values.get("algorithm") or {}
             rollout_logprobs = isinstance(algorithm, dict) and algorithm.get("old_logprobs") == "rollout"
-            if rollout.get("async_steps") == 1 and isinstance(algorithm, dict) and not rollout_logprobs:
+            off_policy = rollout.get("async_steps") == 1 or rollout.get("max_staleness")
+            if off_policy and isinstance(algorithm, dict) and not rollout_logprobs:
                 return {**values, "algorithm": {"correction": {}, **algorithm}}
         return values
 

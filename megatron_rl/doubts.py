@@ -25,7 +25,7 @@ def doubts(config: Config) -> list[str]:
     off_policy = config.rollout.max_staleness > 0 and config.algorithm.old_logprobs == "trainer"
     if off_policy and config.algorithm.correction is None:
         found.append(
-            "rollout.max_staleness: tokens that older weights sampled are trained on as if the current ones had; set "
-            "algorithm.correction (for example algorithm.correction={}), or algorithm.old_logprobs=rollout"
+            "rollout.max_staleness: tokens that older weights sampled are trained on as if the current ones had; leave "
+            "algorithm.correction as it is by default, or set algorithm.old_logprobs=rollout"
         )
     return found

@@ -174,6 +174,8 @@ class Collector:
 
         def draw(count: int) -> list[Draw]:
             drawn = self.stream.draw(count)
+            if dynamic and ledger.rounds > rollout.max_rounds:
+                self.warn(f"step {step}: the batch is not full after {ledger.rounds - 1} rounds; another one is drawn")
             return [Draw(stream=TRAINING_STREAM, position=at, prompt=prompt, step=step) for at, prompt in drawn]
 
         self._begun_anew = 0

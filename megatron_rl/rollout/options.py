@@ -143,11 +143,11 @@ class RolloutConfig(Section):
     max_staleness: NotNegative = 0
     """For how many steps after it was drawn a group may still be trained on. 0: only in its own; what is kept beyond
     the batch is thrown away and counted. Otherwise it comes first in the next step's, and all that was drawn is sampled
-    to its end."""
+    to its end, and `algorithm.correction` is on unless you set it."""
 
     partial: bool = False
     """Answers that are unfinished when the batch is certain pause, and are continued first in the next step, with other
-    weights: see `algorithm.correction`. Needs `max_staleness` of 1 or more; beyond it they are begun anew."""
+    weights. Needs `max_staleness` of 1 or more; beyond it they are begun anew."""
 
     max_concurrent: Positive = 512
     """Responses that the embedded engine samples at once."""

@@ -17,7 +17,7 @@ FAST = (
     *(DP2, "algorithm.updates_per_rollout=1", "rewards.workers=2"),
     *("telemetry.tensorboard=false", "telemetry.keep_batches=9", "checkpoint.every=null"),
 )
-STALE = ("rollout.max_staleness=1", "algorithm.correction={}")
+STALE = ("rollout.max_staleness=1",)
 
 
 def batch_rows(run: Path, step: int) -> list[int]:

@@ -7,7 +7,7 @@ import pytest
 from megatron_rl.telemetry.writer import read_metrics
 from tests.e2e.conftest import RECIPE, Job, start
 
-PARTIAL = ["rollout.partial=true", "rollout.max_staleness=2", "algorithm.correction={}"]
+PARTIAL = ["rollout.partial=true", "rollout.max_staleness=2"]
 ASYNC = ["rollout.placement=separate", "rollout.ranks=1", "rollout.async_steps=1"]
 
 

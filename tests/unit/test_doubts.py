@@ -26,8 +26,8 @@ SCALED = "it is scaled up to full size"
         (["algorithm.kl.coef=0.1", "algorithm.kl.place=reward", "algorithm.advantage=dr_grpo"], []),
         (["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k2"], []),
         (["algorithm.kl.coef=0", "algorithm.kl.estimator=k1"], []),
-        (["rollout.max_staleness=1"], [OLD]),
-        (["rollout.max_staleness=1", "algorithm.correction={}"], []),
+        (["rollout.max_staleness=1"], []),
+        (["rollout.max_staleness=1", "algorithm.correction=null"], [OLD]),
         (["rollout.max_staleness=1", "algorithm.old_logprobs=rollout"], []),
     ],
 )
