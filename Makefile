@@ -3,6 +3,7 @@
 # make test    lints, checks types and runs the tests
 # make test-gpu      runs the tests that need a GPU; elsewhere they are skipped
 # make test-sglang   runs the tests against a real SGLang on the CPU, in an environment of its own
+# make bench-reshard measures the table of docs/resharding.md (2 minutes)
 # make bench-trainer measures the tables of docs/performance.md (half an hour, 20 GB of memory)
 # All make .venv first, if it is not there or pyproject.toml changed. Needs Python 3.11 or newer, git and make.
 SHELL := /bin/bash
@@ -18,7 +19,7 @@ SGLANG_CPU := tests/engines/sglang_cpu
 ENV_sglang := $(SGLANG)/installed
 OPTIONS_sglang := rollout.sglang.python=$(SGLANG)/bin/python
 
-.PHONY: demo test test-gpu test-sglang sglang-env bench-trainer lint setup docs
+.PHONY: demo test test-gpu test-sglang sglang-env bench-reshard bench-trainer lint setup docs
 setup: $(READY)
 
 $(READY): pyproject.toml
@@ -69,6 +70,9 @@ bench-trainer: $(READY)
 	$(BIN)/python -m tests.benchmarks.bench_sleep
 	$(BIN)/python -m tests.benchmarks.bench_delivery
 	$(BIN)/torchrun --standalone --nproc-per-node 2 -m tests.benchmarks.one_layer
+
+bench-reshard: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 -m tests.benchmarks.bench_reshard
 
 # docs/config.md is made from the texts in megatron_rl/config.py
 docs: $(READY)
