@@ -4,13 +4,17 @@ torchrun --nproc-per-node 4 -m tests.distributed.pushing DIRECTORY
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
+from megatron_rl.resharding import cuts
+from megatron_rl.resharding.pieces import Part, Side, parts
 from megatron_rl.resharding.sides import engine_group
 from megatron_rl.resharding.sync import WeightSync
 from megatron_rl.rollout.engines import make_engine
@@ -54,16 +58,30 @@ def pushed(config: Config, groups: setup.Groups) -> list[str]:
     return found
 
 
+def swapped(side: Side, *given: Any) -> list[Part]:
+    """The table, with gate and up in each other's place in Megatron's parameter."""
+    found = parts(side, *given)
+    return [_swap(part) if side == "megatron" and "linear_fc1" in part.name else part for part in found]
+
+
+def _swap(part: Part) -> Part:
+    gate, up = part.pieces
+    return replace(part, pieces=(replace(gate, hf=up.hf), replace(up, hf=gate.hf)))
+
+
 def main() -> None:
-    """All kinds of models."""
+    """All kinds of models, and one with a wrong table."""
     directory, groups, found = Path(sys.argv[1]), None, dict[str, list[str]]()
-    for kind in MODELS:
+    for name in (*MODELS, "gate and up swapped"):
+        kind = name if name in MODELS else "untied"
         config = config_of(kind, directory)
         groups = groups or setup.start(config, engine_group(config, MODELS[kind][0]))
+        if name != kind:
+            cuts.parts = swapped  # type: ignore[assignment]
         try:
-            found[kind] = pushed(config, groups)
+            found[name] = pushed(config, groups)
         except UserError as error:
-            found[kind] = [str(error)]
+            found[name] = [str(error)]
     torch.save(found, directory / f"pushed_{dist.get_rank()}.pt")
     setup.stop(groups)
 

@@ -5,15 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.resharding.sync import WeightSync
 from megatron_rl.rollout.engine import Request, Sampling, generate
 from megatron_rl.rollout.groups import EngineGroup
 from megatron_rl.rollout.sglang import SglangEngine
 from megatron_rl.rollout.sglang_buckets import Buckets
-from megatron_rl.training import cpu
+from megatron_rl.training import cpu, setup
 from megatron_rl.training.hf_config import read_model_spec
-from tests.gpu.conftest import SHAPE
+from tests.gpu.conftest import SHAPE, Make
 from tests.tiny import run_config
 
 pytestmark = [pytest.mark.needs("sglang"), pytest.mark.needs("torch_memory_saver")]
@@ -68,6 +70,21 @@ def test_sglang_takes_weights_by_cuda_ipc(engine: SglangEngine, model: Path) -> 
         awake(engine, [(name, tensor * factor) for name, tensor in tensors], version)
         far = (scores(engine) - expected).abs().mean()
         assert (far < 0.05) == (factor == 1.0), (version, far)
+        engine.sleep()
+
+
+def test_sglang_takes_slices_by_cuda_ipc(engine: SglangEngine, make: Make) -> None:
+    """Bit by bit what whole tensors bring, from NaN, in many buckets of memory that is used again."""
+    trainer, group = make(), dist.distributed_c10d._get_default_group()
+    groups = setup.Groups(everyone=group, store=dist.distributed_c10d._get_default_store())
+    sync = WeightSync(engine.config, SHAPE, VOCABULARY, groups, engine, engine.group)
+    sync.bucket_bytes = 300_000
+    spoilt = [(name, torch.full_like(tensor, torch.nan)) for name, tensor in trainer.hf_weights()]
+    for version in (1, 2):
+        engine.wake()
+        engine.update_weights(spoilt, 0)
+        sync.push(trainer.model, version)
+        sync.compare(trainer.model, version)
         engine.sleep()
 
 
