@@ -56,12 +56,12 @@ class Shape:
         Raises:
             UserError: naming the number that isn't divisible.
         """
-        for what, count in (
-            ("num_attention_heads", self.heads),
-            ("num_key_value_heads", self.kv_heads),
-            ("intermediate_size", self.intermediate),
+        for what, count, shared in (
+            ("num_attention_heads", self.heads, False),
+            ("num_key_value_heads", self.kv_heads, True),  # by ranks, where there are more of them
+            ("intermediate_size", self.intermediate, False),
         ):
-            if count % size and not (count == self.kv_heads and size % count == 0):
+            if count % size and not (shared and size % count == 0):
                 raise UserError(
                     f"{option}: {size} does not divide {what} ({count}) of the model; choose a divisor of {count}"
                 )

@@ -182,6 +182,7 @@ def test_the_stage_of_each_parameter(layers: int, stages: int, expected: list[in
         (SHAPE, 3, "num_attention_heads (10)"),
         (SHAPE, 5, "num_key_value_heads (2)"),
         (replace(SHAPE, heads=20, kv_heads=10), 5, "intermediate_size (24)"),
+        (replace(SHAPE, heads=4, kv_heads=4), 8, "num_attention_heads (4)"),  # only key heads may be shared
     ],
 )
 def test_a_tensor_parallel_size_that_does_not_divide_is_refused_by_name(shape: Shape, tp: int, named: str) -> None:
