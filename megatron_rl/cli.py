@@ -118,17 +118,23 @@ def plan_reshard(
     gpus: Annotated[int | None, typer.Option(min=1, help="That the recipe will be started on.")] = None,
     hf_config: Annotated[Path | None, typer.Option(help="A model's config.json.")] = None,
     trainer: Annotated[
-        str, typer.Option(help="Its layout: tp=8,pp=4,dp=4, and cp=N, vpp=N (chunks a stage).")
-    ] = "tp=1",
-    engine: Annotated[str, typer.Option(help="An engine's: tp=4.")] = "tp=1",
+        str | None, typer.Option(help="Its layout: tp=8,pp=4,dp=4, and cp=N, vpp=N (chunks a stage); tp=1.")
+    ] = None,
+    engine: Annotated[str | None, typer.Option(help="An engine's: tp=4; tp=1.")] = None,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
     placement: Annotated[
-        str, typer.Option(help="An engine's GPUs: consecutive, or aligned, every n-th, where the most is local.")
-    ] = "aligned",
+        str | None,
+        typer.Option(
+            help="In place of reshard.placement: consecutive, or aligned, every n-th GPU, where the most is local."
+        ),
+    ] = None,
     across: Annotated[
-        str, typer.Option(help="Between nodes: direct to each GPU, or once to each node and forwarded inside it.")
-    ] = "direct",
-    bucket_mb: Annotated[int, typer.Option(min=1, help="What is moved at a time.")] = 512,
+        str | None,
+        typer.Option(
+            help="In place of reshard.across_nodes: direct to each GPU, or once to each node and forwarded inside it."
+        ),
+    ] = None,
+    bucket_mb: Annotated[int | None, typer.Option(min=1, help="In place of reshard.bucket_mb.")] = None,
     within_gb_s: Annotated[float, typer.Option(min=0.001, help="GB/s of a GPU inside its node.")] = 400,
     across_gb_s: Annotated[float, typer.Option(min=0.001, help="GB/s of a GPU to other nodes.")] = 50,
     as_json: Annotated[bool, typer.Option("--json", help="In bytes, with every GPU's.")] = False,
@@ -138,16 +144,22 @@ def plan_reshard(
     from megatron_rl.resharding.report import Bandwidths
 
     if recipe and not hf_config:
+        for option, given in (("trainer", trainer), ("engine", engine)):
+            if given is not None:
+                section = "rollout" if option == "engine" else option
+                raise UserError(f"--{option}: the recipe has it; give {section}.tensor_parallel_size=N instead")
         sides = of_recipe(recipe, overrides or [], gpus)
     elif hf_config and not recipe:
-        sides = of_options(hf_config, trainer, engine)
+        if gpus is not None:
+            raise UserError("--gpus: goes with a recipe; how many there are follows from --trainer")
+        sides = of_options(hf_config, "tp=1" if trainer is None else trainer, "tp=1" if engine is None else engine)
     else:
         raise UserError("plan reshard: give a recipe, or --hf-config with --trainer and --engine")
     machines = Machines(
         gpus_per_node=gpus_per_node,
         placement=placement,
         across=across,
-        bucket_bytes=bucket_mb * 2**20,
+        bucket_mb=bucket_mb,
         bandwidths=Bandwidths(within=within_gb_s * 1e9, across=across_gb_s * 1e9),
     )
     typer.echo(report(sides, machines, as_json=as_json))

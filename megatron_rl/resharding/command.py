@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
@@ -12,6 +12,8 @@ from megatron_rl.config_files import load_config
 from megatron_rl.errors import UserError
 from megatron_rl.resharding.layout import Layout
 from megatron_rl.resharding.names import Shape
+from megatron_rl.resharding.options import ReshardConfig
+from megatron_rl.resharding.pieces import Side
 from megatron_rl.resharding.placement import Placement, aligned_step, engines_on
 from megatron_rl.resharding.plan import Across, plan
 from megatron_rl.resharding.report import Bandwidths, Report
@@ -31,18 +33,24 @@ class Sides:
     engine: int
     """GPUs of an engine."""
 
+    engine_side: Side = "sglang"
+    """Whose parameters they have: `hf` is the embedded engine."""
+
     itemsize: int = 2
     """Bytes of an element."""
+
+    reshard: ReshardConfig = field(default_factory=ReshardConfig)
+    """How bytes move, where `Machines` doesn't say."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machines:
-    """What the sides run on, and how bytes move there."""
+    """What the sides run on, and how bytes move there; None: as the recipe has it."""
 
     gpus_per_node: int
-    placement: str
-    across: str
-    bucket_bytes: int
+    placement: str | None
+    across: str | None
+    bucket_mb: int | None
     bandwidths: Bandwidths
 
 
@@ -90,6 +98,8 @@ def of_recipe(path: Path, overrides: list[str], gpus: int | None) -> Sides:
         shape=read_model_spec(config.model.path).shape,
         trainer=sizes | {"dp": (gpus or copy) // copy},
         engine=config.rollout.tensor_parallel_size,
+        engine_side="sglang" if config.rollout.engine == "sglang" else "hf",
+        reshard=config.reshard,
         itemsize=4 if trainer.dtype == "float32" else 2,
     )
 
@@ -103,8 +113,8 @@ def report(sides: Sides, machines: Machines, *, as_json: bool) -> str:
     across, placement = (
         _one_of(option, value, allowed)
         for option, value, allowed in (
-            ("--across", machines.across, get_args(Across)),
-            ("--placement", machines.placement, get_args(Placement)),
+            ("--across", machines.across or sides.reshard.across_nodes, get_args(Across)),
+            ("--placement", machines.placement or sides.reshard.placement, get_args(Placement)),
         )
     )
     source = _trainer(sides, machines.gpus_per_node)
@@ -113,11 +123,11 @@ def report(sides: Sides, machines: Machines, *, as_json: bool) -> str:
         step = aligned_step(source, sides.engine, gpus_per_node=machines.gpus_per_node)
     planned = plan(
         source,
-        engines_on(source, sides.engine, step=step),
+        engines_on(source, sides.engine, step=step, side=sides.engine_side),
         itemsize=sides.itemsize,
         gpus_per_node=machines.gpus_per_node,
         across="once" if across == "once" else "direct",
-        bucket_bytes=machines.bucket_bytes,
+        bucket_bytes=(machines.bucket_mb or sides.reshard.bucket_mb) * 2**20,
     )
     layout = " × ".join(f"{key.upper()}{size}" for key, size in sides.trainer.items() if size > 1) or "TP1"
     engines, first = source.size // sides.engine, [step * place for place in range(sides.engine)]
@@ -130,6 +140,8 @@ def report(sides: Sides, machines: Machines, *, as_json: bool) -> str:
 
 def _trainer(sides: Sides, gpus_per_node: int) -> Layout:
     tp, pp, cp, dp, vpp = (sides.trainer.get(key, 1) for key in _TRAINER)
+    if vpp > 1 and pp == 1:
+        raise UserError(f"plan reshard: {vpp} chunks a stage (vpp) need several stages; give pp=N")
     sides.shape.check_tensor_parallel(tp)
     sides.shape.check_tensor_parallel(sides.engine, "rollout.tensor_parallel_size")
     try:
