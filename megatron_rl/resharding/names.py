@@ -65,6 +65,11 @@ class Shape:
                 raise UserError(
                     f"{option}: {size} does not divide {what} ({count}) of the model; choose a divisor of {count}"
                 )
+        if (self.query + 2 * self.key) % size:  # Megatron splits the fused projection evenly, through its heads
+            raise UserError(
+                f"{option}: {size} does not divide the {self.query + 2 * self.key} rows of the model's query, key and "
+                f"value projections; choose a divisor of num_key_value_heads ({self.kv_heads})"
+            )
 
     def padded_vocab(self, tp_size: int) -> int:
         """Rows of Megatron's embedding: the vocabulary rounded up so that every TP rank holds the same number."""

@@ -1,6 +1,7 @@
 """`megatron-rl plan reshard`: it plans what a recipe would do, and refuses in one line what doesn't fit."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,10 @@ def test_a_bad_config_is_named(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=told):
         planned("--hf-config", tmp_path / "config.json")
+
+
+def test_a_split_through_key_heads_that_leaves_a_rest_is_refused(tmp_path: Path) -> None:
+    shape = replace(SHAPE, heads=8, kv_heads=1)  # (8 + 2) heads of 6 rows
+    hf_config(shape).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"^trainer.tensor_parallel_size: 8 does not divide the 60 rows"):
+        planned("--hf-config", tmp_path, "--trainer", "tp=8")
