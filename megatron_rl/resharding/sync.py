@@ -55,7 +55,7 @@ class WeightSync:
         )
         self.bucket_bytes = config.reshard.bucket_mb * 2**20
         self._transport: Transport | None = None
-        self._pushed = False
+        self._compared = False
 
     def push(self, chunks: Collection[GPTModel], version: int) -> None:
         """Bring the current weights to all engines. A collective of all ranks.
@@ -71,12 +71,14 @@ class WeightSync:
         if options.method == "gather":
             self._gather(chunks, version)
             return
-        self._carry(
-            chunks, version, verify=options.verify == "always" or (options.verify == "first" and not self._pushed)
-        )
-        if options.verify != "never" and not self._pushed:
-            self.compare(chunks, version)
-        self._pushed = True
+        first = options.verify != "never" and not self._compared
+        self._carry(chunks, version, verify=first or options.verify == "always")
+        if first:
+            compared = torch.tensor(int(self.compare(chunks, version)), device=cpu.device())
+            dist.all_reduce(
+                compared, dist.ReduceOp.MIN, group=self.groups.everyone
+            )  # the next update is no one's alone
+            self._compared = bool(compared)
 
     def _carry(self, chunks: Collection[GPTModel], version: int, *, verify: bool) -> None:
         transport = self._carrier()
@@ -117,8 +119,11 @@ class WeightSync:
             )
         return self._transport
 
-    def compare(self, chunks: Collection[GPTModel], version: int) -> None:
+    def compare(self, chunks: Collection[GPTModel], version: int) -> bool:
         """Do the same update once more, by a gather, and by the engine's own reading of HF names. A collective.
+
+        Returns:
+            Whether there was something to compare on this rank: an engine that is lost meanwhile has nothing.
 
         Raises:
             UserError: a parameter differs; by name.
@@ -126,12 +131,14 @@ class WeightSync:
         names = list(dict.fromkeys(self._names()))
         planned = self.engine.digests(names)
         self._gather(chunks, version)
-        for name, here, gathered in zip(names, planned, self.engine.digests(names), strict=False):
+        golden = self.engine.digests(names)
+        for name, here, gathered in zip(names, planned, golden, strict=False):
             if here != gathered:
                 raise UserError(
                     f"reshard: {name} of engine {self.group.number}, on rank {self.group.rank}, has other values by "
                     "the plan than by a gather: the table of names is wrong for it; set reshard.method to gather"
                 )
+        return len(names) == len(planned) == len(golden)
 
     def _names(self) -> Iterator[str]:
         """Of the parameters of this rank's engine."""

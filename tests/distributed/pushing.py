@@ -46,7 +46,13 @@ def pushed(config: Config, groups: setup.Groups) -> list[str]:
     for version in range(3):
         for parameter in parameters.values():
             parameter.data.fill_(torch.nan)
+        if version == 0 and group.rank == 1:  # as of an engine that is lost
+            lost, engine.digests = engine.digests, lambda names: []  # type: ignore[method-assign]
         sync.push(trainer.model, version)
+        if version == 0 and group.rank == 1:
+            engine.digests = lost  # type: ignore[method-assign]
+        if sync._compared != (version > 0):
+            found.append(f"{version}: compared: {sync._compared}")
         planned = {name: parameter.data.clone() for name, parameter in parameters.items()}
         golden = dict(trainer.hf_weights())
         found += [f"{version}: {name}" for name in golden if not torch.equal(planned[name], golden[name])]
