@@ -123,22 +123,26 @@ class WeightSync:
         """Do the same update once more, by a gather, and by the engine's own reading of HF names. A collective.
 
         Returns:
-            Whether there was something to compare on this rank: an engine that is lost meanwhile has nothing.
+            Whether all engines were compared; one that is lost meanwhile is not. The same on every rank.
 
         Raises:
-            UserError: a parameter differs; by name.
+            UserError: a parameter differs, by name; on every rank.
         """
         names = list(dict.fromkeys(self._names()))
         planned = self.engine.digests(names)
         self._gather(chunks, version)
         golden = self.engine.digests(names)
-        for name, here, gathered in zip(names, planned, golden, strict=False):
-            if here != gathered:
+        wrong = next((name for name, *both in zip(names, planned, golden, strict=False) if both[0] != both[1]), None)
+        mine = wrong, len(names) == len(planned) == len(golden)
+        found = [mine] * dist.get_world_size(self.groups.everyone)
+        dist.all_gather_object(found, mine, group=self.groups.everyone)
+        for rank, (name, _) in enumerate(found):
+            if name is not None:
                 raise UserError(
-                    f"reshard: {name} of engine {self.group.number}, on rank {self.group.rank}, has other values by "
-                    "the plan than by a gather: the table of names is wrong for it; set reshard.method to gather"
+                    f"reshard: {name} on rank {rank} has other values by the plan than by a gather: the table of names "
+                    "is wrong for it; set reshard.method to gather"
                 )
-        return len(names) == len(planned) == len(golden)
+        return all(complete for _, complete in found)
 
     def _names(self) -> Iterator[str]:
         """Of the parameters of this rank's engine."""

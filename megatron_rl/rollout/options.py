@@ -12,7 +12,7 @@ from megatron_rl.section import NotNegative, Positive, Seconds, Section
 OURS = (
     "--model-path --host --port --tp-size --tensor-parallel-size --tp --mem-fraction-static --weight-version "
     "--api-key --admin-api-key --config --dtype --load-format --skip-tokenizer-init --enable-memory-saver "
-    "--enable-deterministic-inference --random-seed --enable-weights-cpu-backup"
+    "--enable-deterministic-inference --random-seed --enable-weights-cpu-backup --custom-weight-loader"
 ).split()
 """Arguments of the server that follow from other options, or are secret."""
 

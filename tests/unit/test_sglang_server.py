@@ -161,6 +161,10 @@ def test_it_is_started_from_the_main_thread_only(tmp_path: Path) -> None:
     assert "main thread" in str(caught[0])
 
 
+LOADER_FILES = ["__init__.py", "megatron_rl_loader.py"]
+"""All of us that a server can import."""
+
+
 def test_of_our_environment_little_is_passed_on() -> None:
     ours = {
         "PATH": "/bin",
@@ -172,7 +176,10 @@ def test_of_our_environment_little_is_passed_on() -> None:
         "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5",
         "WANDB_API_KEY": "secret",
     }
-    assert server_environment(ours, ("4", "5"), 2, {"SGLANG_X": "1"}) == {
+    given = server_environment(ours, ("4", "5"), 2, {"SGLANG_X": "1", "PYTHONPATH": "/theirs"})
+    (loader, theirs) = given.pop("PYTHONPATH").split(":")
+    assert (sorted(path.name for path in Path(loader).glob("*.py")), theirs) == (LOADER_FILES, "/theirs")
+    assert given == {
         "PATH": "/bin",
         "NCCL_SOCKET_IFNAME": "eth0",
         "CUDA_VISIBLE_DEVICES": "4,5",
@@ -188,6 +195,7 @@ def test_of_our_environment_little_is_passed_on() -> None:
         ({"host": "8.8.8.8"}, "not a private address"),
         ({"host": "node7"}, "not an IP address"),
         ({"extra_args": ["--log-level", "info", "--api-key=x"]}, "--api-key is set by the program"),
+        ({"extra_args": ["--custom-weight-loader", "a.b"]}, "--custom-weight-loader is set by the program"),
         ({"memory_fraction": 1.0}, "less than 1"),
     ],
 )
