@@ -346,7 +346,8 @@ def test_one_that_dies_outside_sampling_may_be_lost_for_good(engine: SglangEngin
         engine.sleep()
     wake(engine)
     assert engine.losses == 1
-    check_gone(engine, MAY_NOT + "engine 0: the SGLang server ended with exit code -9")
+    # Whether its end or its silence is noticed first is chance.
+    check_gone(engine, MAY_NOT + "(engine 0: the SGLang server ended with exit code -9|SGLang: .* did not answer /)")
 
 
 @NO_RESTARTS
