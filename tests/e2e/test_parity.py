@@ -71,4 +71,4 @@ def test_a_first_update_that_is_not_that_of_a_gather_is_named(job: Job) -> None:
     ended = spoilt(job, "spoilt_first", "swaps gate and up", 1, DP1, TP2, "steps=2")
     said = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert ended.returncode != 0
-    assert said[0].startswith("error: reshard: model.layers.0.mlp.gate_proj.weight of engine ")
+    assert said[0].startswith("error: reshard: model.layers.0.mlp.gate_proj.weight on rank ")
