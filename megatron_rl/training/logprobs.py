@@ -12,6 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# torch.compile imports it too. Its default arguments keep the process group that is there by then, whose threads then
+# outlive it: now and then they end a finished process with SIGABRT. So it comes before there is one.
+import torch.distributed.nn.functional
 from torch import Tensor
 
 from megatron_rl.algorithms.policy import policy_logits, through_policy_logits
