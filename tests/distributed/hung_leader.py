@@ -21,13 +21,13 @@ def main() -> None:
     with wait.until_all_are_done():
         pass
     dist.barrier()
-    print(f"rank {rank} came through", flush=True)
+    print(f"rank {rank} came through\n", end="", flush=True)  # at once: other ranks write too
     try:
         with wait.until_all_are_done():
             if rank == 2:
                 os.kill(os.getpid(), signal.SIGSTOP)
     except UserError as error:
-        print(f"rank {rank}: {error}", flush=True)
+        print(f"rank {rank}: {error}\n", end="", flush=True)
         sys.exit(BAD_INPUT)
 
 

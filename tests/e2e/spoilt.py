@@ -43,7 +43,8 @@ class Spoilt(embedded.EmbeddedEngine):
         self.old = new
         super().end_update(version)
         finite = all(bool(parameter.isfinite().all()) for parameter in parameters.values())
-        print(f"rank {os.environ.get('RANK', 0)}, update {self.updates}: finite {finite}", flush=True)
+        sys.stdout.write(f"rank {os.environ.get('RANK', 0)}, update {self.updates}: finite {finite}\n")  # at once
+        sys.stdout.flush()
 
     def _spoilt(self, new: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.what == "ignores the update":

@@ -21,6 +21,8 @@ PYTHON = Path(__file__).parents[2] / ".venv-sglang/bin/python"
 SHAPE = Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=37, tied=False)
 """Two key-value heads, and twice 64 for the intermediate size, so that TP 2 divides them also on a CPU."""
 
+POSITIONS = 8192
+
 Model = tuple[Path, Qwen2ForCausalLM]
 """A model directory and the model that was written to it."""
 
@@ -55,7 +57,7 @@ def server_of(config: SglangConfig, model: Path, log_file: Path) -> SglangServer
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen2ForCausalLM]:
     """A model directory (read it only) and the model that was written to it."""
     directory = tmp_path_factory.mktemp("sglang") / "model"
-    return directory, write_model(directory, SHAPE, seed=3, max_position_embeddings=512)
+    return directory, write_model(directory, SHAPE, seed=3, max_position_embeddings=POSITIONS)
 
 
 def push(control: SglangControl, model: Qwen2ForCausalLM, version: int, bucket_bytes: int = 40_000) -> int:

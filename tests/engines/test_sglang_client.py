@@ -124,8 +124,8 @@ def test_a_wrong_api_key_is_the_users_to_mend(server: SglangServer) -> None:
 
 
 def test_what_the_server_refuses_is_told_in_its_words(server: SglangServer) -> None:
-    with pytest.raises(RuntimeError, match=r"/generate failed \(400\): .*512"):
-        ask(server, requests_for([(3,) * 600], 1, 4), Sampling())
+    with pytest.raises(RuntimeError, match=r"/generate failed \(400\): .*8192"):
+        ask(server, requests_for([(3,) * 9000], 1, 4), Sampling())
 
 
 def test_a_request_has_a_deadline(server: SglangServer) -> None:

@@ -163,7 +163,7 @@ def push_thrice(trainer: Trainer, engine: SglangEngine, groups: setup.Groups) ->
         parity.check(version)
         sync.compare(trainer.model, version)
         if group.leads:
-            print(f"version {version} is right", flush=True)
+            print(f"version {version} is right\n", end="", flush=True)  # at once: other ranks write too
         if version == 2:
             check_stale(parity, trainer)
         if version == 1 and group.engines == 1 and group.leads:
