@@ -4,6 +4,7 @@
 # make test-gpu      runs the tests that need a GPU; elsewhere they are skipped
 # make test-sglang   runs the tests against a real SGLang on the CPU, in an environment of its own
 # make bench-reshard measures the table of docs/resharding.md (2 minutes)
+# make bench-convert DIRECTORY=...  measures the table of docs/checkpoints.md (10 minutes, 46 GB of disk)
 # make bench-trainer measures the tables of docs/performance.md (half an hour, 20 GB of memory)
 # All make .venv first, if it is not there or pyproject.toml changed. Needs Python 3.11 or newer, git and make.
 SHELL := /bin/bash
@@ -19,7 +20,7 @@ SGLANG_CPU := tests/engines/sglang_cpu
 ENV_sglang := $(SGLANG)/installed
 OPTIONS_sglang := rollout.sglang.python=$(SGLANG)/bin/python
 
-.PHONY: demo test test-gpu test-sglang sglang-env bench-reshard bench-trainer lint setup docs
+.PHONY: demo test test-gpu test-sglang sglang-env bench-convert bench-reshard bench-trainer lint setup docs
 setup: $(READY)
 
 $(READY): pyproject.toml
@@ -73,6 +74,9 @@ bench-trainer: $(READY)
 
 bench-reshard: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 -m tests.benchmarks.bench_reshard
+
+bench-convert: $(READY)
+	$(BIN)/python -m tests.benchmarks.bench_convert $(or $(DIRECTORY),$(error make bench-convert DIRECTORY=... with 46 GB))
 
 # docs/config.md is made from the texts in megatron_rl/config.py
 docs: $(READY)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
+from checkpoints_tools.command import convert
 from megatron_rl.errors import UserError
 
 BAD_INPUT, STOPPED = 2, 75
@@ -107,6 +108,7 @@ def check_loss(
     raise typer.Exit(1 if failed else 0)
 
 
+app.add_typer(convert, name="convert")
 plans = typer.Typer(no_args_is_help=True, help="Say what a run will take, before anything is started.")
 app.add_typer(plans, name="plan")
 

@@ -12,16 +12,16 @@ from transformers import PreTrainedTokenizerBase
 from megatron_rl.config import Config
 from megatron_rl.data.prompts import PromptSet, load_prompts, load_tokenizer, usable_ids
 from megatron_rl.errors import UserError
-from megatron_rl.resharding.hf_files import HfReader
+from megatron_rl.resharding.megatron_files import open_weights
 from megatron_rl.resharding.sides import check_engine
 from megatron_rl.rewards.graders import check_graders
 from megatron_rl.rollout.groups import check_engine_groups
 from megatron_rl.run_dir import check_run_dir
 from megatron_rl.training import setup
 from megatron_rl.training.batch import try_batch
-from megatron_rl.training.checkpoint import unchangeable
 from megatron_rl.training.hf_config import ModelSpec, read_model_spec
 from megatron_rl.training.objective import Loss, load_loss
+from megatron_rl.training.run_state import unchangeable
 from megatron_rl.types import Prompt
 
 
@@ -64,7 +64,7 @@ def read_inputs(config: Config) -> Inputs:
     check_graders(config.rewards)
     loss = load_loss(config.algorithm)
     try_batch(config)
-    with HfReader(config.model.path, spec.shape):
+    with open_weights(config.model.path, spec.shape):
         vocabulary = usable_ids(tokenizer, spec.shape.vocab)
     prompts = (*data.prompts, *(heldout.prompts if heldout else ()))
     _check_ids(spec.shape.vocab, config.data.train, data.prompts)

@@ -17,7 +17,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_rl.resharding.hf_files import HfReader
+from megatron_rl.resharding.megatron_files import open_weights
 from megatron_rl.resharding.names import Shape
 from megatron_rl.resharding.pieces import pieces
 from megatron_rl.resharding.shards import named_shards
@@ -175,14 +175,15 @@ def _mark_split_parameters(chunks: Sequence[GPTModel], shape: Shape) -> None:
 
 
 @torch.no_grad()
-def load_hf_weights(chunks: Iterable[GPTModel], shape: Shape, directory: Path) -> None:
-    """Fill this rank's parameters from HF safetensors, reading only its slices; vocabulary padding becomes 0.
+def load_weights(chunks: Iterable[GPTModel], shape: Shape, directory: Path) -> None:
+    """Fill this rank's parameters from HF safetensors or a Megatron checkpoint, reading only its slices; vocabulary
+    padding becomes 0.
 
     Raises:
         UserError: a tensor is missing or has another shape.
     """
     tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
-    with HfReader(directory, shape) as reader:
+    with open_weights(directory, shape) as reader:
         for shard in named_shards(chunks, shape):
             shard.parameter.zero_()
             for piece in pieces(shard.entry, shard.layer, shape, tp_rank, tp_size):

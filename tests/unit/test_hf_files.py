@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from megatron_rl.errors import UserError
-from megatron_rl.resharding.hf_files import HfReader, write_hf
+from megatron_rl.resharding import hf_files
+from megatron_rl.resharding.hf_files import HfReader
 from megatron_rl.resharding.names import hf_shapes
 from tests.tiny import SHAPE, TIED
 
@@ -22,6 +23,13 @@ INDEX = "model.safetensors.index.json"
 
 def tensors_of(model: Qwen2ForCausalLM) -> dict[str, Tensor]:
     return {name: parameter.data for name, parameter in model.named_parameters()}
+
+
+def write_hf(target: Path, source: Path, tensors: Iterable[tuple[str, Tensor]], max_bytes: int = 5 * 10**9) -> None:
+    """Of tensors that are all there at once."""
+    held = [(name, tensor.clone()) for name, tensor in tensors]
+    planned = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in held}
+    hf_files.write_hf(target, source, iter(held), planned, max_bytes=max_bytes)
 
 
 @pytest.fixture
