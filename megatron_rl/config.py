@@ -13,7 +13,7 @@ from megatron_rl.algorithms.weights import NORMALISATIONS
 from megatron_rl.presets import PRESETS
 from megatron_rl.resharding.options import ReshardConfig
 from megatron_rl.rollout.options import DETERMINISTIC_BACKENDS, RolloutConfig
-from megatron_rl.section import NotNegative, Positive, Seconds, Section, Seed
+from megatron_rl.section import Duration, NotNegative, Positive, Seconds, Section, Seed
 from megatron_rl.training.options import TrainerConfig
 
 
@@ -226,8 +226,26 @@ class CheckpointConfig(Section):
     keep: Positive = 2
     """How many of the newest stay. An older one goes only when the new one is complete."""
 
+    keep_every: Positive | None = None
+    """Those of every so many steps stay too, beside the newest."""
+
+    keep_best: str | None = None
+    """The one with the best value of this metric stays too, such as `eval/accuracy`, of those after whose step it was
+    measured; of equal ones the newer."""
+
+    best_is: Literal["highest", "lowest"] = "highest"
+    """Which value of `keep_best` is the best."""
+
     export_hf: bool = True
     """Write the trained model as a Hugging Face directory at the end."""
+
+
+class StopConfig(Section):
+    """When a run stops by itself, saved, to be started again: exit code 75."""
+
+    after: Duration | None = None
+    """Time since the process began, such as 3h50m, 45m or a number of seconds. The run stops before a step that, with
+    its save, would end later: as long as the longest of the last ten steps, and as the last save."""
 
 
 class TelemetryConfig(Section):
@@ -268,6 +286,7 @@ class Config(Section):
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    stop: StopConfig = StopConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
     @model_validator(mode="before")

@@ -27,9 +27,10 @@ from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.telemetry.writer import batch_file, batch_files
 from megatron_rl.training import setup
 from megatron_rl.training.batch import COMPARED, make_batch
-from megatron_rl.training.checkpoint import latest_checkpoint, load_checkpoint, read_run_state, step_of
+from megatron_rl.training.checkpoint import load_checkpoint
 from megatron_rl.training.hf_config import read_model_spec
 from megatron_rl.training.objective import Given
+from megatron_rl.training.run_state import latest_checkpoint, read_run_state, step_of
 from megatron_rl.training.trainer import Share, Trainer
 from megatron_rl.types import Group, TrainBatch, TrainedResponse
 

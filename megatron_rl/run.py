@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +13,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from megatron_rl.agreement import from_leader
 from megatron_rl.config import Config
 from megatron_rl.config_files import dump_config
 from megatron_rl.data.stream import PromptStream
@@ -19,8 +21,9 @@ from megatron_rl.doubts import doubts
 from megatron_rl.errors import UserError
 from megatron_rl.files import replace_text
 from megatron_rl.inputs import Inputs, read_inputs
-from megatron_rl.phases import Phases
-from megatron_rl.resharding.hf_files import write_hf
+from megatron_rl.phases import GB, Phases
+from megatron_rl.resharding.hf_files import plan_of, write_hf
+from megatron_rl.resharding.names import hf_shapes
 from megatron_rl.resharding.sides import engine_group
 from megatron_rl.resharding.sync import WeightSync
 from megatron_rl.rewards.pool import GraderPool
@@ -34,30 +37,36 @@ from megatron_rl.rollout.parity import make_parity
 from megatron_rl.rollout.sampler import GroupSampler
 from megatron_rl.rollout.waiting import EngineWait
 from megatron_rl.run_dir import RunLock
-from megatron_rl.stopping import StopWish
+from megatron_rl.stopping import StopWish, TimeBudget, take_stop_file
 from megatron_rl.telemetry.metrics import MeanMetrics
 from megatron_rl.telemetry.progress import Progress
 from megatron_rl.telemetry.writer import RunWriter
 from megatron_rl.training import cpu, setup
-from megatron_rl.training.checkpoint import (
-    RunState,
-    latest_checkpoint,
-    load_checkpoint,
-    read_run_state,
-    save_checkpoint,
-    unfinished,
-)
+from megatron_rl.training.checkpoint import load_checkpoint, newest_whole, tidy
 from megatron_rl.training.elsewhere import TrainerElsewhere
 from megatron_rl.training.implementation import choose
+from megatron_rl.training.model import DTYPES
 from megatron_rl.training.objective import Objective
+from megatron_rl.training.random_state import random_state, read_random_state, set_random_state
+from megatron_rl.training.run_state import RunState, checkpoints_dir, layout_of, read_run_state
+from megatron_rl.training.saver import Saver, Snapshot
+from megatron_rl.training.sharded_state import own_chunks
 from megatron_rl.training.sharing import Sharing
 from megatron_rl.training.trainer import Trainer
 from megatron_rl.types import Group
 
 T = TypeVar("T")
 
-LEFTOVER = "leftover_"
-"""Files of a checkpoint: tokens of what is carried over, by rank."""
+LEFTOVER, RANDOM = "leftover_", "random_"
+"""Files of a checkpoint, one of each rank: tokens of what is carried over; the state of its random numbers."""
+
+ASSUMED_BYTES_S = 100e6
+"""How fast a rank saves, before that was measured."""
+
+
+def _own(kind: str, suffix: str) -> str:
+    """The name of this rank's file."""
+    return f"{kind}{setup.rank():05d}{suffix}"
 
 
 class Run:
@@ -83,9 +92,14 @@ class Run:
         self._say_what_is_odd(given)
         self._make_rollout(given)
         self.writer: RunWriter | None = None
+        self.saver = Saver(config, self.groups.everyone, self.groups.store, self.progress.say, self._sync_files)
+        self.evaluated: int | None = None
+        self._figures: dict[str, float] = {}
+        self._budget = TimeBudget(config.stop.after)
         self._saved_step = 0
         with ExitStack() as started:
-            self._from_leader(lambda: self._take_run_dir(started))
+            self._agree(lambda: self._take_run_dir(started))
+            started.callback(self.saver.close)
             started.callback(self.engine.stop)
             started.callback(self.pool.close)
             self._start_phases(given)
@@ -94,6 +108,18 @@ class Run:
         seconds = time.perf_counter() - begun
         self.progress.say(f"{setup.world_size()} ranks on {cpu.device().type}, started in {seconds:.1f}s")
         self.progress.say(str(choose(config.trainer)))
+        if config.checkpoint.every:
+            self._say_what_checkpoints_take()
+
+    def _say_what_checkpoints_take(self) -> None:
+        of_each = 14 if self.config.trainer.dtype == "bfloat16" else 12  # fp32 weights and moments; bf16 weights beside
+        ranks, shape = setup.trainers(self.config), self.spec.shape
+        size = of_each * sum(math.prod(size) for size in hf_shapes(shape).values())
+        self.saver.seconds = size / ranks / ASSUMED_BYTES_S
+        self.progress.say(
+            f"a checkpoint is {size / GB:.1f} GB; while it is written each rank that trains holds about "
+            f"{size / ranks / GB:.1f} GB more in host memory"
+        )
 
     def _say_what_is_odd(self, given: Inputs) -> None:
         for path, prompts in ((self.config.data.train, given.data), (self.config.data.eval, given.heldout)):
@@ -158,16 +184,27 @@ class Run:
     def resume(self) -> None:
         """Go on from the newest checkpoint of the run directory, if there is one, and open the run's files."""
         # One choice, whatever each node sees of the disk.
-        newest = self._from_leader(lambda: latest_checkpoint(self.config))
+        self._agree(lambda: tidy(checkpoints_dir(self.config)))
+        newest = newest_whole(self.config, self.groups.everyone, self.progress.say)
         if newest is not None:
-            state = read_run_state(newest, self.fixed)
-            if isinstance(self.trainer, Trainer):
-                load_checkpoint(newest, self.trainer, state)
-            self.trainer.updates_done = state.updates
-            self.step = self._saved_step = state.step
-            self.collector.restore(state.collector, self._read_leftover(newest, state))
+            self._go_on_from(newest, read_run_state(newest, self.fixed))
             self.progress.say(f"going on after step {self.step}, from {newest}")
-        self._from_leader(self._open_files)
+        self._agree(self._open_files)
+
+    def _go_on_from(self, checkpoint: Path, state: RunState) -> None:
+        if isinstance(self.trainer, Trainer):
+            load_checkpoint(checkpoint, self.trainer, state)
+        self.trainer.updates_done = state.updates
+        self.step = self._saved_step = state.step
+        self.evaluated = state.evaluated
+        self.parity.restore(state.parity)
+        self.collector.restore(state.collector, self._read_leftover(checkpoint, state))
+        if state.layout == layout_of(self.config, setup.world_size()):  # or whose random numbers were these?
+            set_random_state(read_random_state(checkpoint / _own(RANDOM, ".pt")))
+
+    def _agree(self, act: Callable[[], T]) -> T:
+        """See `from_leader`."""
+        return from_leader(act, self.groups.everyone)
 
     def _take_run_dir(self, until: ExitStack) -> None:
         until.enter_context(RunLock(self.config.run_dir))
@@ -177,27 +214,26 @@ class Run:
         self.writer = RunWriter(self.config, self.step)
 
     def asked_to_stop(self) -> bool:
-        """Whether any rank was asked to stop, at the boundary between two steps. A collective."""
-        wish = torch.tensor(int(self._stop_wish.asked), device=cpu.device())
-        dist.all_reduce(wish, dist.ReduceOp.MAX, group=self.groups.everyone)
-        if wish:
-            self.progress.say(f"asked to stop after step {self.step}; start the same command again to go on")
-        return bool(wish)
+        """Whether the run is to stop here, between two steps: by a signal to any rank, the stop file, or the clock of
+        rank 0. A collective.
 
-    def _from_leader(self, act: Callable[[], T]) -> T:
-        """What `act` returns on rank 0, on every rank; or its mistake, on every rank. A collective."""
-        message: list[T | UserError | None] = [None]
+        Raises:
+            UserError: on every rank; a checkpoint could not be saved.
+        """
+        why = "asked to stop" if self._stop_wish.asked else None
         if self.leader:
-            try:
-                message = [act()]
-            except UserError as error:
-                message = [error]
-            except OSError as error:  # the others wait: tell them too
-                message = [UserError(f"run_dir: {error}")]
-        dist.broadcast_object_list(message, src=0, group=self.groups.everyone)
-        if isinstance(message[0], UserError):
-            raise message[0]
-        return cast(T, message[0])
+            why = why or ("asked to stop by the stop file" if take_stop_file(self.config.run_dir) else None)
+            late = self._budget.spent(self.saver.expected_s)
+            why = why or late
+        found = torch.tensor([why is not None, self.saver.look()], dtype=torch.int32, device=cpu.device())
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.groups.everyone)
+        stop, failed = found.tolist()
+        if failed:
+            self.saver.wait()
+        if stop:
+            why = why or "asked to stop"
+            self.progress.say(f"{why}; stopping after step {self.step}; start the same command again to go on")
+        return bool(stop)
 
     def push_weights(self) -> None:
         """The trainer's current weights into all engines, and its scores of the parity probe. A collective."""
@@ -239,24 +275,33 @@ class Run:
 
     def finish_step(self, step: int, rollout: Rollout, metrics: MeanMetrics) -> None:
         """Count the step as done and write down what happened in it. A collective."""
-        self.step = step
+        self.step, self._figures = step, {}
         samples = bring_groups(rollout.sampled[: self.config.telemetry.samples_per_step], 0, self.groups.everyone)
         for phase, seconds in self.phases.take_seconds().items():
             metrics.add(f"seconds/{phase}", seconds)
         self._add_memory_figures(metrics)
         if self.writer:
             values = metrics.values()
+            self._note(values)
             self.writer.log(step, values)
             self.writer.samples(step, samples)
             self.progress.step(step, values)
 
     def log_evaluation(self, metrics: MeanMetrics) -> None:
         """Write down an evaluation of the current weights."""
+        self.evaluated = self.step
         metrics.add("seconds/evaluation", sum(self.phases.take_seconds().values()))
         self._add_memory_figures(metrics)
         if self.writer:
+            self._note(metrics.values())
             self.writer.log(self.step, metrics.values())
             self.progress.evaluation(self.step, metrics.values())
+
+    def _note(self, metrics: Mapping[str, float]) -> None:
+        """Keep the figure by which the best checkpoint is told, on rank 0, for that of the current step."""
+        name = self.config.checkpoint.keep_best
+        if name and name in metrics:
+            self._figures = {name: metrics[name]}
 
     def _add_memory_figures(self, metrics: MeanMetrics) -> None:
         figures = self.trainer.memory.take_figures() if self.trainer.memory else {}
@@ -265,9 +310,10 @@ class Run:
             metrics.add(name, value)
 
     def evaluation_due(self) -> bool:
-        """After the last step, and every `evaluation.every`."""
+        """Before the first step, after the last one, and every `evaluation.every`, if it was not made yet."""
         every = self.config.evaluation.every
-        return self.step == self.config.steps or (every is not None and self.step % every == 0)
+        due = self.step in (0, self.config.steps) or (every is not None and self.step % every == 0)
+        return bool(self.heldout) and due and self.evaluated != self.step
 
     def checkpoint_due(self) -> bool:
         """After the last step, and every `checkpoint.every`."""
@@ -275,33 +321,35 @@ class Run:
         return self.step == self.config.steps or (every is not None and self.step % every == 0)
 
     def save(self) -> None:
-        """Write a checkpoint of the last finished step, unless it is there already. A collective."""
+        """Have a checkpoint of the last finished step written, unless it is there already. A collective; the copy is
+        made when it returns, the rest goes on beside training (`Saver`)."""
         if self.step == self._saved_step:
             return
-        begun = time.perf_counter()
         state = RunState(
             step=self.step,
             updates=self.trainer.updates_done,
             collector=self.collector.state(),
             fixed=self.fixed,
+            layout=layout_of(self.config, setup.world_size()),
+            evaluated=self.evaluated,
+            parity=self.parity.state(),
+            figures=self._figures,
         )
-        target = unfinished(self.config, self.step)
-        with self.phases.enter("train"):
-            if isinstance(self.trainer, Trainer):
-                target = save_checkpoint(self.config, self.trainer, state, also=self._save_own)
-            else:
-                self._save_own(target)
-        self._saved_step = self.step
-        self.progress.say(f"saved {target} in {time.perf_counter() - begun:.1f}s")
+        left, random_numbers = self.collector.everything_left, random_state()
 
-    def _save_own(self, directory: Path) -> None:
-        """Write what this rank alone has. A collective: after the directory is there, and before it counts."""
-        dist.barrier(self.groups.everyone)
-        try:
-            write_tokens(directory / f"{LEFTOVER}{dist.get_rank():05d}.safetensors", self.collector.everything_left)
-        except OSError as error:
-            raise UserError(f"{directory}: {error.strerror}; the checkpoint before stays") from None
-        dist.barrier(self.groups.everyone)
+        def also(directory: Path) -> list[str]:
+            torch.save(random_numbers, directory / _own(RANDOM, ".pt"))
+            tokens = _own(LEFTOVER, ".safetensors")
+            return [_own(RANDOM, ".pt"), *([tokens] if write_tokens(directory / tokens, left) else [])]
+
+        with self.phases.enter("train"):
+            chunks = own_chunks(self.trainer) if isinstance(self.trainer, Trainer) else {}
+            self.saver.begin(Snapshot(state=state, layers=self.spec.shape.layers, chunks=chunks, also=also))
+        self._saved_step = self.step
+
+    def _sync_files(self) -> None:
+        if self.writer:
+            self.writer.sync()
 
     def _read_leftover(self, checkpoint: Path, state: RunState) -> Leftover:
         return read_leftover(
@@ -314,15 +362,29 @@ class Run:
         )
 
     def export(self) -> None:
-        """Write the trained model as a Hugging Face directory. A collective."""
-        if not self.config.checkpoint.export_hf or not isinstance(self.trainer, Trainer):
+        """Write the trained model as a Hugging Face directory. A collective.
+
+        Raises:
+            UserError: on every rank; it can't be written.
+        """
+        if not self.config.checkpoint.export_hf:
             return
         target = self.config.run_dir / "hf"
+        fault: UserError | None = None
         with self.phases.enter("train"):
-            weights = self.trainer.hf_weights()
+            weights = self.trainer.hf_weights() if isinstance(self.trainer, Trainer) else iter(())
             if self.leader:
-                write_hf(target, self.config.model.path, weights)
-            else:
-                for _ in weights:
-                    continue
+                try:
+                    planned = plan_of(self.spec.shape, DTYPES[self.config.trainer.dtype])
+                    write_hf(target, self.config.model.path, weights, planned)
+                except UserError as error:
+                    fault = error
+            for _ in weights:  # the ranks gather together, whatever becomes of it
+                continue
+
+        def complain() -> None:
+            if fault:
+                raise fault
+
+        self._agree(complain)
         self.progress.say(f"exported {target}")

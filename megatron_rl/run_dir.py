@@ -12,7 +12,7 @@ from typing import IO
 from megatron_rl.errors import UserError
 
 FOLDERS = ("checkpoints", "samples", "tensorboard", "batches", "hf", "engines")
-FILES = ("config.yaml", "metrics.jsonl")
+FILES = ("config.yaml", "metrics.jsonl", "stop")
 
 
 def check_run_dir(run_dir: Path) -> None:

@@ -24,12 +24,12 @@ def train(config: Config) -> bool:
     """
     with Run(config) as run:
         run.resume()
-        if run.step == 0:
-            evaluate_heldout(run)
+        evaluate_if_due(run)
 
         while run.step < config.steps:
             if run.asked_to_stop():
                 run.save()
+                run.saver.wait()
                 return False
             step = run.step + 1
 
@@ -49,11 +49,11 @@ def train(config: Config) -> bool:
                 with_engines(run, step + 1, ahead, sync=False, before_saving=partial(finish, metrics))
 
             run.finish_step(step, rollout, metrics)
-            if run.evaluation_due():
-                evaluate_heldout(run)
+            evaluate_if_due(run)
             if run.checkpoint_due():
                 run.save()
 
+        run.saver.wait()
         run.export()
         return True
 
@@ -91,6 +91,7 @@ def with_engines(
             except SamplingEndedError:
                 before_saving()
                 run.save()
+                run.saver.wait()
                 raise
         if result is not None:
             return result, parity
@@ -100,9 +101,9 @@ def with_engines(
             run.progress.say("all engines were lost; they are started again and get the weights once more")
 
 
-def evaluate_heldout(run: Run) -> None:
+def evaluate_if_due(run: Run) -> None:
     """avg@k of the current weights, if there are held-out prompts."""
-    if run.heldout:
+    if run.evaluation_due():
         metrics, parity = with_engines(run, run.step, lambda: evaluate(run.sampler, run.heldout, run.config))
         metrics.merge(parity)
         run.log_evaluation(metrics)

@@ -72,13 +72,13 @@ def to_json(leftover: Leftover) -> list[dict[str, Any]]:
     ]
 
 
-def write_tokens(path: Path, leftover: Leftover) -> None:
-    """Write the tokens that this rank has; no file if it has none."""
+def write_tokens(path: Path, leftover: Leftover) -> bool:
+    """Write the tokens that this rank has; no file if it has none. Whether there is one."""
     found = [(place, n, g.response, g.details) for place, group in leftover.held.items() for n, g in _numbered(group)]
     found += [(place, n, one, {}) for place, answers in leftover.begun.items() for n, one in enumerate(answers)]
     rows = [(place, n, one, details) for place, n, one, details in found if one is not None]
     if not rows:
-        return
+        return False
     responses = [one for _, _, one, _ in rows]
     columns = {
         "position": torch.tensor([place for place, *_ in rows]),
@@ -91,6 +91,7 @@ def write_tokens(path: Path, leftover: Leftover) -> None:
     }
     details = json.dumps([dict(each) for *_, each in rows])
     save_file(columns, path, metadata={"details": details})
+    return True
 
 
 def read(

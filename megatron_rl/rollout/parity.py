@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -113,10 +114,7 @@ def read(engine: int, trainer: Scores, scores: Scores, before: tuple[Scores, Sco
 
 
 class Alarms:
-    """When readings end the run, and when they are warned of. Pure.
-
-    Its state is not part of a checkpoint: a run that goes on learns again, within its first updates, what is usual.
-    """
+    """When readings end the run, and when they are warned of. Pure."""
 
     WINDOW, GROWTH = 10, 3.0
     """Trend: the mean over the last 10 updates against `GROWTH` times that over the first 10."""
@@ -129,8 +127,22 @@ class Alarms:
         self._last: deque[float] = deque(maxlen=self.WINDOW)
         self._bound = math.inf  # of the trend
 
-    def check(self, step: int, readings: Sequence[Reading]) -> str | None:
+    def state(self) -> dict[str, Any]:
+        """What is usual in this run, for checkpoints."""
+        return {"usual": self._usual, "first": self._first, "last": list(self._last), "bound": self._bound}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`."""
+        self._usual, self._first, self._bound = state["usual"], list(state["first"]), state["bound"]
+        self._last = deque(state["last"], maxlen=self.WINDOW)
+
+    def check(self, step: int, readings: Sequence[Reading], *, again: bool = False) -> str | None:
         """Judge the readings of all engines after an update; a warning, if there is one.
+
+        Args:
+            step: of the run.
+            readings: of all engines.
+            again: the update was judged before the run was resumed, and counts in the trend already.
 
         Raises:
             UserError: an engine has the weights of the update before, or others than the trainer's.
@@ -151,7 +163,7 @@ class Alarms:
                 "checkpoint stays"
             )
         self._usual = max(self._usual, worst.current.mean)
-        return self._trend(step, worst.current.mean)
+        return None if again else self._trend(step, worst.current.mean)
 
     def _stale(self, reading: Reading) -> bool:
         """Stuck, or clearly nearer to the update before, where the two updates can be told apart."""
@@ -192,8 +204,18 @@ class Parity:
         self.probe, self.engine, self.wait, self.alarms, self.say = tuple(probe), engine, wait, alarms, say
         self.group, self.everyone = wait.group, everyone
         self.version = -1
+        self._told_before = -1
         self._expected: Scores | None = None
         self._before: tuple[Scores, Scores] | None = None
+
+    def state(self) -> dict[str, Any]:
+        """For checkpoints: what is usual, and the update whose figures stand in a row already (−1: none)."""
+        return {"alarms": self.alarms.state(), "told": -1 if self._expected is not None else self.version}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`: engines get the same weights once more, which is checked, but no row says it again."""
+        self._told_before = state["told"]
+        self.alarms.restore(state["alarms"])
 
     def expect(self, scores: Scores, version: int) -> None:
         """Weights were pushed: what the trainer says of the probe with them, and the optimizer steps behind them."""
@@ -225,7 +247,10 @@ class Parity:
         readings = [reading for reading in gathered if isinstance(reading, Reading)]
         if not readings:
             return MeanMetrics()
-        warning = self.alarms.check(step, readings)
+        again = self.version == self._told_before
+        warning = self.alarms.check(step, readings, again=again)
+        if again:
+            return MeanMetrics()
         if warning:
             self.say(warning)
         found = [reading.current for reading in readings]

@@ -147,7 +147,7 @@ class SglangServer:
     def _port(self) -> int:
         """The port, which nobody uses at this moment."""
         refused = ""
-        for port in [self.config.port + self.number] if self.config.port else random.sample(PORTS, 64):
+        for port in [self.config.port + self.number] if self.config.port else random.SystemRandom().sample(PORTS, 64):
             with socket.socket(socket.AF_INET6 if ":" in self.config.host else socket.AF_INET) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server sets it
                 try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_rl.config import Config
-from megatron_rl.files import replace_text
+from megatron_rl.files import replace_text, sync
 from megatron_rl.telemetry.batches import write_batch
 from megatron_rl.types import Graded, Group, Response
 
@@ -32,6 +33,7 @@ class RunWriter:
                 file.unlink()
         self._file = self.metrics_path.open("a")
         self._board = None
+        self._synced = set(self.samples_dir.glob("step_*.jsonl"))
         if config.telemetry.tensorboard:
             self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
 
@@ -68,6 +70,14 @@ class RunWriter:
             for old in batch_files(self.config.run_dir):
                 if int(old.stem.removeprefix("step_")) <= step - keep:
                     old.unlink()
+
+    def sync(self) -> None:
+        """Have what was written on the disk: a checkpoint of a step must not outlive the step's row."""
+        os.fsync(self._file.fileno())
+        for file in self.samples_dir.glob("step_*.jsonl"):
+            if file not in self._synced:
+                sync(file)
+                self._synced.add(file)
 
     def close(self) -> None:
         """Close the files."""

@@ -1,207 +1,80 @@
-"""Run checkpoints in Megatron's distributed format: weights, optimizer, where the run stands; committed by a rename."""
+"""Run checkpoints, read: the newest whole one is found, and the trainer filled from it, whatever its layout."""
 
 from __future__ import annotations
 
-import json
-import queue
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any
 
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core import parallel_state as mpu
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_rl.agreement import from_leader
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
-from megatron_rl.resharding.names import Shape
-from megatron_rl.training.optimizer import load_optimizer_state, sharded_optimizer_state
+from megatron_rl.manifest import NAME, first_fault
+from megatron_rl.resharding.torch_dist import ChunkReader
+from megatron_rl.training import sharded_state
+from megatron_rl.training.run_state import RunState, checkpoints_dir, complete
 from megatron_rl.training.trainer import Trainer
 
-_STATE = "run_state.json"
+PARTIAL = "partial_"
+"""What the name of a checkpoint begins with that is not complete, or on its way out."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunState:
-    """Where a run stands after a rollout step; beside the weights it is all that the next step depends on."""
-
-    step: int
-    """Rollout steps done."""
-
-    updates: int
-    """Optimizer steps done."""
-
-    collector: Mapping[str, Any]
-    """Of the collector (`Collector.state`): the position in the prompt stream, what is carried over, ..."""
-
-    fixed: Mapping[str, Any]
-    """What may not change when the run goes on (`unchangeable`)."""
+def tidy(directory: Path) -> None:
+    """Remove what a run that was killed left unfinished."""
+    for path in directory.glob(f"{PARTIAL}*"):
+        shutil.rmtree(path)
 
 
-def unchangeable(config: Config, shape: Shape, data_fingerprint: str) -> dict[str, Any]:
-    """By option: what a run that goes on must share with the checkpoint it goes on from."""
-    return {
-        "data.train": f"data of SHA-256 {data_fingerprint[:16]}",
-        "seed": config.seed,
-        "model.path": asdict(shape),
-        "trainer.dtype": config.trainer.dtype,
-        "trainer.distributed_optimizer": config.trainer.distributed_optimizer,
-    }
+def newest_whole(config: Config, everyone: dist.ProcessGroup, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint of the run that is as it was written, or None if there is none at all. A collective.
 
-
-def checkpoints_dir(config: Config) -> Path:
-    """Where the run's checkpoints are."""
-    return config.run_dir / "checkpoints"
-
-
-def latest_checkpoint(config: Config, until: int | None = None) -> Path | None:
-    """The newest complete checkpoint of the run (of no step after `until`), or None. Unfinished ones are not found."""
-    found = [path for path in _complete(config) if until is None or step_of(path) <= until]
-    return found[-1] if found else None
-
-
-def unfinished(config: Config, step: int) -> Path:
-    """Where the checkpoint of a step is written before it is complete."""
-    return checkpoints_dir(config) / f"partial_step_{step:06d}"
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step after which a checkpoint was written."""
-    return int(checkpoint.name.removeprefix("step_"))
-
-
-def _complete(config: Config) -> list[Path]:
-    """Complete checkpoints of the run, oldest first; whatever else lies there is not ours."""
-    return sorted(path for path in checkpoints_dir(config).glob("step_*") if path.name[5:].isdecimal())
-
-
-def save_checkpoint(
-    config: Config, trainer: Trainer, state: RunState, also: Callable[[Path], None] = lambda directory: None
-) -> Path:
-    """Write the state of the run under a temporary name, then rename it. A collective.
-
-    Older checkpoints beyond `checkpoint.keep` go only after that.
-
-    Args:
-        config: of the run.
-        trainer: its weights and optimizer.
-        state: everything else that every rank knows.
-        also: a collective of the run's ranks, in which each writes what it alone has into the directory.
-    """
-    target, partial = checkpoints_dir(config) / f"step_{state.step:06d}", unfinished(config, state.step)
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    # Megatron's own queue lives in a spawned process, which a signal to the process group ends and a killed rank leaves
-    # behind. This save is synchronous: a queue in this process does.
-    filesystem_async._results_queue = queue.Queue()
-    try:
-        dist_checkpointing.save(
-            _sharded_state(trainer, loading=False),
-            str(partial),
-            content_metadata=_metadata(stored=True),
-        )
-        also(partial)
-    except CheckpointException as error:  # on every rank; rank 0 alone knows why
-        reason = [_reason(error)]
-        dist.broadcast_object_list(reason, src=0)
-        raise UserError(f"{target} could not be saved: {reason[0]}; {_UNSAVED}") from None
-    except (CheckpointingException, OSError) as error:
-        raise UserError(f"{target} could not be saved: {_reason(error)}; {_UNSAVED}") from None
-    if dist.get_rank() == 0:
-        (partial / _STATE).write_text(json.dumps(asdict(state), indent=2))
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
-        for old in _complete(config)[: -config.checkpoint.keep]:
-            shutil.rmtree(old)
-    dist.barrier()
-    return target
-
-
-def read_run_state(directory: Path, fixed: Mapping[str, Any]) -> RunState:
-    """The state file of a checkpoint, checked against the run that wants to go on from it.
+    Every rank reads some of the files. One that is damaged is named and left where it is.
 
     Raises:
-        UserError: the state can't be read, or something differs that may not (`unchangeable`).
+        UserError: on every rank; a file can't be read, not all ranks see the same, or all checkpoints are damaged.
     """
+    found = from_leader(lambda: complete(checkpoints_dir(config)), everyone)
+    faults = []
+    for checkpoint in reversed(found):
+        fault = _fault(checkpoint, everyone)
+        if fault is None:
+            return checkpoint
+        faults.append(fault)
+        say(f"warning: {checkpoint} is damaged and not used: {fault}")
+    if faults:
+        raise UserError(
+            f"{checkpoints_dir(config)}: no checkpoint is whole: {faults[0]}; move the directory away to begin anew"
+        )
+    return None
+
+
+def _fault(checkpoint: Path, everyone: dist.ProcessGroup) -> str | None:
+    """What is wrong with a checkpoint, the same on every rank. A collective."""
+    rank, world = dist.get_rank(everyone), dist.get_world_size(everyone)
+    mine: tuple[bool, str | None, str | None]
     try:
-        state = RunState(**json.loads((directory / _STATE).read_text()))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{directory / _STATE}: {error}; {_MOVE.format(directory)}") from None
-    except TypeError as error:
-        raise UserError(f"{directory / _STATE}: written by another version of megatron_rl ({error})") from None
-    for option, now in fixed.items():
-        then = state.fixed.get(option)
-        if then != now:
+        mine = (checkpoint / NAME).exists(), first_fault(checkpoint, number=rank, of=world), None
+    except OSError as error:
+        mine = True, None, f"{error.filename}: {error.strerror}; nothing was changed"
+    gathered: list[tuple[bool, str | None, str | None] | None] = [None] * world
+    dist.all_gather_object(gathered, mine, group=everyone)
+    every = [one for one in gathered if one is not None]
+    for refused in (refused for _, _, refused in every if refused):
+        raise UserError(refused)
+    for number, (sees, _, _) in enumerate(every):
+        if sees != every[0][0]:
             raise UserError(
-                f"{option}: {directory} was made with {_difference(then, now)}; set it back, or start a new run_dir"
+                f"run_dir: rank {number} does not see the files of rank 0 in {checkpoint}; share the directory"
             )
-    return state
-
-
-def _difference(then: Any, now: Any) -> str:
-    """How what a checkpoint was made with differs from what it is now."""
-    if isinstance(then, dict) and isinstance(now, dict):
-        parts = (f"{key} {then.get(key)} (now {now[key]})" for key in now if then.get(key) != now[key])
-        return ", ".join(parts)
-    return f"{then} (now {now})"
+    return next((fault for _, fault, _ in every if fault), None)
 
 
 def load_checkpoint(directory: Path, trainer: Trainer, state: RunState) -> None:
-    """Put weights and optimizer of a checkpoint into the trainer, from any layout. A collective.
+    """Put weights and optimizer of a checkpoint into the trainer, from any layout; each rank reads only its own.
 
     Raises:
-        UserError: it is damaged.
+        UserError: it does not hold all of them.
     """
-    loaded = _load(directory, _sharded_state(trainer, loading=True))
-    for number, chunk in enumerate(trainer.model):
-        chunk.load_state_dict(loaded["model"][str(number)])
-    load_optimizer_state(trainer.optimizer, loaded["optimizer"])
-    trainer.updates_done = state.updates
-
-
-def _load(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
-    try:
-        FileSystemReader(directory).read_metadata()  # torch would log a traceback on every rank and go on without
-        return dist_checkpointing.load(state, str(directory))
-    except _DAMAGE as error:
-        raise UserError(f"{directory} can't be loaded: {_reason(error)}; {_MOVE.format(directory)}") from None
-
-
-_UNSAVED = "make room, then start the same command again: the checkpoints before it are whole"
-_MOVE = "move {} away to go on from the one before"
-# What Megatron, torch and pickle raise on files that are cut off, overwritten or missing, and on a full disk.
-# torch's CheckpointException is no Exception, and holds those of all ranks.
-_DAMAGE: tuple[type[BaseException], ...] = (
-    *(CheckpointException, CheckpointingException, OSError, RuntimeError, ValueError, LookupError, EOFError),
-    *(UnpicklingError, AttributeError, TypeError, AssertionError),
-)
-
-
-def _reason(error: BaseException) -> str:
-    """The first cause, on one line."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def _sharded_state(trainer: Trainer, *, loading: bool) -> dict[str, Any]:
-    model = {str(number): chunk.sharded_state_dict(metadata=_metadata()) for number, chunk in enumerate(trainer.model)}
-    optimizer = sharded_optimizer_state(trainer.optimizer, model, _metadata(), loading=loading)
-    return {"model": model, "optimizer": optimizer}
-
-
-def _metadata(*, stored: bool = False) -> dict[str, Any]:
-    """How Megatron lays out the optimizer state: independent of the layout that wrote it."""
-    metadata: dict[str, Any] = {"distrib_optim_sharding_type": "fully_reshardable"}
-    if not stored:
-        metadata["dp_cp_group"] = mpu.get_data_parallel_group(with_context_parallel=True)
-    return metadata
+    sharded_state.load(trainer, ChunkReader(directory), state.updates)

@@ -1,18 +1,15 @@
-"""Megatron's optimizer, and what goes wrong when its state is saved and loaded (0.16.1 and 0.19.2), mended.
+"""Megatron's optimizer, and its state as it lies on each rank, for checkpoints.
 
-The distributed optimizer was written for fused Adams that keep one step count for all parameters. torch's AdamW (used
-without Apex and Transformer Engine) keeps a tensor `step` for each and makes its state lazily, and so: saving before
-the first step asserts, loading raises KeyError('step'), and after a load all parameters silently share *one* `step`
-tensor, which then counts as many steps as there are parameters.
-
-With any Adam, when a gradient buffer has several buckets whose sizes are not multiples of 128 and of the data-parallel
-size (a tied embedding under PP has a bucket of its own), the saved state is cut at the wrong places: Megatron joins the
-buckets without their padding and looks parameters up with it. Weights and moments come back shifted, silently.
+Megatron's own way to save and load that state is not used (0.16.1 and 0.19.2). It gathers the whole state of a
+data-parallel group on each of its ranks. With torch's AdamW, after a load all parameters silently share *one* `step`
+tensor, which then counts as many steps as there are parameters. And when a gradient buffer has several buckets whose
+sizes are not multiples of 128 and of the data-parallel size (a tied embedding under PP has a bucket of its own), it
+joins them without their padding and looks parameters up with it: weights and moments come back shifted, silently.
 """
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -123,56 +120,67 @@ def state_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
         yield from getattr(inner, "param_to_fp32_param", {}).values()  # of the hybrid optimizer
 
 
-def sharded_optimizer_state(
-    optimizer: MegatronOptimizer, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool
-) -> dict[str, Any]:
-    """Megatron's `sharded_state_dict`, with every parameter found where it lies."""
+@dataclass(frozen=True)
+class HeldState:
+    """What this rank's optimizer has of one parameter: a run of its elements, in the order in which they lie."""
+
+    parameter: torch.nn.Parameter
+    start: int
+    """The first element, counted over the flattened parameter."""
+
+    tensors: Mapping[str, Tensor]
+    """Flat views, by name: `exp_avg`, `exp_avg_sq`, and `param`, the fp32 weights, unless they are the model's."""
+
+    shared: bool
+    """Whether every data-parallel rank has the same."""
+
+
+def held_state(optimizer: MegatronOptimizer) -> Iterator[HeldState]:
+    """The state of all parameters that this rank has some of, in an order that ranks with the same parameters share."""
     make_adam_state(optimizer)
-    with _places_without_padding(optimizer):
-        return optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
-
-
-@contextmanager
-def _places_without_padding(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Let each gradient buffer say where parameters lie when its buckets are joined without their padding."""
-    buffers = [buffer for part in _parts(optimizer) for buffer in getattr(part, "buffers", [])]
-    with_padding = [buffer.param_index_map for buffer in buffers]
-    for buffer in buffers:
-        padding = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]
-        before = [sum(padding[:number]) for number in range(len(padding))]
-        buffer.param_index_map = {
-            parameter: (start - before[bucket], end - before[bucket], bucket)
-            for parameter, (start, end, bucket) in buffer.param_index_map.items()
-        }
-    try:
-        yield
-    finally:
-        for buffer, places in zip(buffers, with_padding, strict=True):
-            buffer.param_index_map = places
-
-
-def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Megatron's `load_state_dict`, and each parameter's step count a tensor of its own again."""
     for part in _parts(optimizer):
-        if isinstance(part, DistributedOptimizer):
-            _keep_step(part)
-    optimizer.load_state_dict(state)
+        distributed = isinstance(part, DistributedOptimizer)
+        for parameter, start, tensors in _of_distributed(part) if distributed else _of_plain(part):
+            flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items() if tensor.dim()}  # no step count
+            if flat["param"].untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr():
+                del flat["param"]
+            yield HeldState(parameter, start, flat, shared=not distributed)
+
+
+def _of_distributed(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, Tensor]]]:
+    for by_dtype in part.gbuf_ranges:
+        for buckets in by_dtype.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    yield parameter, ranges["param"].start, part._get_main_param_and_optimizer_states(parameter)
+
+
+def _of_plain(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, Tensor]]]:
+    models = {id(main): model for model, main in _main_parameters(part)}
+    for group in part.param_groups:
+        for main in group["params"]:
+            yield models.get(id(main), main), 0, {"param": main, **part.optimizer.state[main]}
+
+
+def _main_parameters(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+    """Parameters of the model that have fp32 weights elsewhere, with those."""
+    for of_model, in_fp32 in zip(
+        getattr(part, "float16_groups", ()), getattr(part, "fp32_from_float16_groups", ()), strict=True
+    ):
+        yield from zip(of_model, in_fp32, strict=True)
+
+
+def set_adam_steps(optimizer: MegatronOptimizer, steps: int) -> None:
+    """Let Adam go on after so many steps: torch's counts them for each parameter, fused ones for each group."""
     for part in _parts(optimizer):
-        for of_parameter in part.optimizer.state.values():
-            if "step" in of_parameter:
-                of_parameter["step"] = of_parameter["step"].clone()
-
-
-def _keep_step(optimizer: DistributedOptimizer) -> None:
-    """Let the loader, which copies every entry of a parameter's state, find the `step` that is there already."""
-    original = optimizer._set_main_param_and_optimizer_states
-
-    def set_states(parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-        group, order = optimizer.model_param_group_index_map[parameter]
-        state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][order]]
-        original(parameter, {**{key: state[key] for key in ("step",) if key in state}, **tensors})
-
-    optimizer._set_main_param_and_optimizer_states = set_states
+        hybrid = isinstance(part.optimizer, HybridDeviceOptimizer)
+        for adam in part.optimizer.sub_optimizers if hybrid else [part.optimizer]:
+            for state in adam.state.values():
+                if "step" in state:
+                    state["step"].fill_(steps)
+            if not isinstance(adam, torch.optim.AdamW):
+                for group in adam.param_groups:
+                    group["step"] = steps
 
 
 def _parts(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:

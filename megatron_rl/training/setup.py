@@ -109,7 +109,8 @@ def start(config: Config, engines: EngineGroup | None = None) -> Groups:
     """
     cpu.install()
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_rl.training.random_state import seed_all
 
     if cpu.has_cuda():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -124,6 +125,7 @@ def start(config: Config, engines: EngineGroup | None = None) -> Groups:
     if config.rollout.placement == "separate":
         groups = _separate(groups, trainers(config), timeout)
         if dist.get_rank(groups.everyone) >= trainers(config):
+            seed_all(config.seed, dist.get_rank(groups.everyone))
             return groups
     interleaved = config.trainer.pipeline_chunks > 1
     parallel_state.initialize_model_parallel(
@@ -133,7 +135,7 @@ def start(config: Config, engines: EngineGroup | None = None) -> Groups:
         context_parallel_size=config.trainer.context_parallel_size,
         distributed_timeout_minutes=max(1, config.collective_timeout_s // 60),
     )
-    model_parallel_cuda_manual_seed(config.seed)
+    seed_all(config.seed, dist.get_rank(groups.everyone))
     return groups
 
 

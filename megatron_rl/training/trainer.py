@@ -29,7 +29,7 @@ from megatron_rl.training.hf_config import ModelSpec
 from megatron_rl.training.implementation import choose
 from megatron_rl.training.logprobs import projected_logprobs
 from megatron_rl.training.micro_batches import Place, pack
-from megatron_rl.training.model import all_tokens, build_model, load_hf_weights, output_weight
+from megatron_rl.training.model import all_tokens, build_model, load_weights, output_weight
 from megatron_rl.training.objective import Given, Objective, load_loss
 from megatron_rl.training.optimizer import build_optimizer, learning_rate, make_adam_state, set_rates
 from megatron_rl.training.reduction import from_last_stage, reduce_metrics, sum_over
@@ -59,7 +59,7 @@ class Trainer:
         self.everyone = everyone
         self.spec, self.vocabulary = spec, vocabulary
         self.model = build_model(spec, config.trainer)
-        load_hf_weights(self.model, spec.shape, config.model.path)
+        load_weights(self.model, spec.shape, config.model.path)
         self.chunks = wrap(self.model, config.trainer)
         self.optimizer = build_optimizer(config.trainer, self.chunks)
         self.model[0].config.grad_scale_func = self.optimizer.scale_loss
