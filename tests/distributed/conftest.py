@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.data import MODELS
+from checkpoints_tools.hf_to_megatron import hf_to_megatron
+from tests.distributed.data import MODELS, converted
 from tests.distributed.worker import FEW_LAYOUTS, KINDS, LAYOUTS, OTHER_FAMILIES
 from tests.tiny import write_model
 
@@ -27,6 +28,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     found: dict[str, list[dict[str, Any]]] = {}
     for kind, (shape, rope) in MODELS.items():
         write_model(directory / kind, shape, 7, rms_norm_eps=1e-5, rope_parameters=rope)
+        hf_to_megatron(directory / kind, converted(directory / kind))
 
     def launch(layout: str) -> list[dict[str, Any]]:
         if layout != "single":

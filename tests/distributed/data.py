@@ -25,6 +25,11 @@ MODELS: dict[str, tuple[Shape, dict[str, object]]] = {
 """By kind: shape, and `rope_parameters` of config.json."""
 
 
+def converted(model: Path) -> Path:
+    """Where the same model is in Megatron's format."""
+    return model.with_name(f"{model.name}_megatron")
+
+
 def make_config(model: Path, run_dir: Path, **sections: dict[str, object]) -> Config:
     """A config for the tiny model; sections override."""
     values: dict[str, dict[str, object]] = {

@@ -1,11 +1,15 @@
 """Every layout against one process and against transformers, with real process groups."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from checkpoints_tools.megatron_to_hf import megatron_to_hf
+from checkpoints_tools.verify import differences
+from megatron_rl.resharding.hf_files import carry
 from tests.distributed.conftest import EACH_MODEL, Launch
 from tests.distributed.data import VOCABULARY
 from tests.distributed.plain import Plain
@@ -45,6 +49,47 @@ def test_weights_go_to_megatron_and_back_bit_by_bit(launched: Launch, layout: st
         assert set(returned) == set(original)
         for name, tensor in original.items():
             assert torch.equal(returned[name], tensor), name
+
+
+@each_model
+def test_a_converted_directory_is_loaded_by_us_and_by_megatron_bit_by_bit(
+    launched: Launch, layout: str, kind: str
+) -> None:
+    for rank in launched(layout):
+        original = load_file(rank["models"][kind] / "model.safetensors")
+        for loaded in rank[kind]["megatron"].values():
+            assert loaded.keys() == original.keys()
+            assert all(torch.equal(loaded[name], original[name]) for name in original)
+
+
+@each_kind
+@each_layout
+def test_a_checkpoint_of_a_layout_becomes_a_hugging_face_directory(
+    launched: Launch, layout: str, kind: str, tmp_path: Path
+) -> None:
+    ranks = launched(layout)
+    newest = max((ranks[0]["models"][kind].parent / layout / kind / "checkpoints").glob("step_*"))
+    megatron_to_hf(newest, tmp_path / "hf")
+    exported = load_file(tmp_path / "hf/model.safetensors")
+    for rank in ranks:
+        trained = rank[kind]["checkpointed"]
+        assert trained.keys() == exported.keys()
+        assert all(torch.equal(trained[name], exported[name]) for name in trained)
+    assert list(differences(newest, tmp_path / "hf")) == []
+
+
+@each_kind
+@pytest.mark.parametrize("layout", ["tp2_pp2", "pp2_cp2"])
+def test_what_megatron_writes_itself_with_uneven_stages_goes_home_bit_by_bit(
+    launched: Launch, layout: str, kind: str, tmp_path: Path
+) -> None:
+    base = launched(layout)[0]["models"][kind]
+    written = base.parent / layout / kind / "uneven"
+    carry(base, written, torch.float32)
+    megatron_to_hf(written, tmp_path / "hf")
+    original, exported = (load_file(path / "model.safetensors") for path in (base, tmp_path / "hf"))
+    assert original.keys() == exported.keys()
+    assert all(torch.equal(original[name], exported[name]) for name in original)
 
 
 @each_model

@@ -1,6 +1,7 @@
 """Runs in every process of a layout: many checks in one launch; each rank saves results for the tests to judge."""
 
 import argparse
+import queue
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,7 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config import AlgorithmConfig, Config
@@ -18,17 +21,20 @@ from megatron_rl.rollout.embedded import EmbeddedEngine
 from megatron_rl.rollout.engine import Request, Sampling, generate
 from megatron_rl.training import setup
 from megatron_rl.training.batch import make_batch
-from megatron_rl.training.checkpoint import RunState, load_checkpoint, save_checkpoint
+from megatron_rl.training.checkpoint import load_checkpoint
 from megatron_rl.training.hf_config import read_model_spec
 from megatron_rl.training.micro_batches import held_tokens
-from megatron_rl.training.model import all_tokens, output_weight
+from megatron_rl.training.model import _build_chunk, all_tokens, load_weights, output_weight, transformer_config
 from megatron_rl.training.objective import Given
 from megatron_rl.training.optimizer import state_tensors
+from megatron_rl.training.run_state import RunState, latest_checkpoint
+from megatron_rl.training.saver import Saver, Snapshot
+from megatron_rl.training.sharded_state import own_chunks
 from megatron_rl.training.trainer import Share, Trainer
 from megatron_rl.types import MicroBatch, TrainBatch, TrainedResponse
 from tests.cases.responses import trained_response
 from tests.distributed import delivery_cases, memory_cases, objectives
-from tests.distributed.data import VOCABULARY, make_config, make_groups
+from tests.distributed.data import VOCABULARY, converted, make_config, make_groups
 
 TP2: dict[str, object] = {"tensor_parallel_size": 2}
 PP2: dict[str, object] = {"pipeline_parallel_size": 2}
@@ -111,6 +117,7 @@ def check_gradients(config_of: Any) -> tuple[Trainer, TrainBatch, dict[str, Any]
         metrics = trainer.gradients(share, given)
         results[name] = (hf_named(trainer, lambda parameter: parameter.main_grad), metrics.values())
     results["memory"] = memory_cases.compare(config_of)
+    results["megatron"] = from_megatron_format(config_of, converted(config.model.path))
     return trainer, batch, results
 
 
@@ -134,6 +141,9 @@ def check_model(config_of: Any, reference: Path) -> dict[str, Any]:
     }
     results["on_host"] = on_host_gaps(partial(config_of, out=config.run_dir / "on_host"), batch)
     results["delivery"] = delivery_cases.compare(trainer)
+    results["checkpointed"] = hf_named(restored(config_of(distributed_optimizer=True)))
+    if mpu.get_pipeline_model_parallel_world_size() > 1 and len(trainer.model) == 1:
+        save_with_megatron(config)
     results["from_single"] = continue_from(config_of(distributed_optimizer=True), reference, batch)
     return results
 
@@ -297,6 +307,44 @@ def on_host_gaps(config_of: Any, batch: TrainBatch) -> dict[str, float]:
     return resume_gaps(host, batch) | {"device": gap(*trained)}
 
 
+def restored(config: Config) -> Trainer:
+    """A trainer with the weights of the checkpoint that is there."""
+    trainer, path = new_trainer(config), latest_checkpoint(config)
+    assert path
+    load_checkpoint(path, trainer, run_state(trainer, updates=0))
+    return trainer
+
+
+def from_megatron_format(config_of: Any, directory: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The weights of a converted directory, as our reader and as Megatron's own loads them."""
+    ours = new_trainer(config_of(model=directory))
+    found = {"ours": hf_named(ours)}
+    for parameter in ours.parameters():
+        parameter.data.fill_(torch.nan)
+    metadata = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+    wanted = {str(number): chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(ours.model)}
+    loaded = dist_checkpointing.load(wanted, str(directory))
+    for number, chunk in enumerate(ours.model):
+        chunk.load_state_dict(loaded[str(number)])
+    return found | {"megatron's": hf_named(ours)}
+
+
+def save_with_megatron(config: Config) -> None:
+    """As Megatron writes weights itself, the first of two pipeline stages with one layer of four."""
+    spec = read_model_spec(config.model.path)
+    options = transformer_config(spec, config.trainer)
+    options.num_layers_in_first_pipeline_stage = 1
+    chunk = _build_chunk(options, spec, config.trainer, 0)
+    load_weights([chunk], spec.shape, config.model.path)
+    out = config.run_dir / "uneven"
+    if dist.get_rank() == 0:
+        out.mkdir()
+    dist.barrier()
+    filesystem_async._results_queue = queue.Queue()  # else a process is started for it
+    metadata = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+    dist_checkpointing.save(chunk.sharded_state_dict(metadata=metadata), str(out))
+
+
 def continue_from(config: Config, reference: Path, batch: TrainBatch) -> dict[str, dict[str, torch.Tensor]]:
     """Weights as loaded from the checkpoint that the single process left, and after one more step."""
     path = next(reference.glob("checkpoints/step_*"), None)
@@ -306,6 +354,17 @@ def continue_from(config: Config, reference: Path, batch: TrainBatch) -> dict[st
     loaded = hf_named(trainer)
     trainer.train(batch)
     return {"loaded": loaded, "continued": hf_named(trainer)}
+
+
+def save_checkpoint(config: Config, trainer: Trainer, state: RunState) -> Path:
+    """As a run does, but waiting for it."""
+    default = dist.distributed_c10d
+    saver = Saver(config, default._get_default_group(), default._get_default_store(), print)
+    saver.begin(Snapshot(state=state, layers=trainer.spec.shape.layers, chunks=own_chunks(trainer), also=lambda _: []))
+    saver.wait()
+    path = latest_checkpoint(config)
+    assert path
+    return path
 
 
 def run_state(trainer: Trainer, updates: int | None = None) -> RunState:

@@ -1,6 +1,7 @@
 """Functions that the recipes of these tests name."""
 
 import math
+import random
 
 import torch
 
@@ -12,6 +13,12 @@ def signed_loss(inputs: LossInputs, *, scale: float) -> LossOutput:
     """A policy gradient with a scale, and a metric to know it by."""
     one = torch.ones((), device=inputs.logprobs.device)
     return LossOutput(losses=-scale * inputs.advantages * inputs.logprobs, metrics={"loss/scale": (one * scale, one)})
+
+
+def noisy_loss(inputs: LossInputs) -> LossOutput:
+    """`ppo_clip`, each token weighed by chance: what a rank draws must go on where it was."""
+    losses = ppo_clip(inputs).losses
+    return LossOutput(losses=losses * (1 + torch.rand_like(losses)) * (1 + random.random()))
 
 
 def last_digit(prompt: Prompt, text: str, finished: bool) -> float:

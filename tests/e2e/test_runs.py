@@ -137,17 +137,22 @@ def test_two_runs_in_one_directory_are_refused(job: Job) -> None:
     assert first.returncode == 75
 
 
-def test_a_damaged_checkpoint_is_named(job: Job) -> None:
-    run = job.train("damaged", "steps=1", TP2, processes=2)
-    job.train("damaged", "steps=2", TP2, processes=2)
-    newest = run / "checkpoints/step_000002"
-    for file in (next(newest.glob("*.distcp")), newest / ".metadata", newest / "common.pt"):
-        whole = file.read_bytes()
-        file.write_bytes(whole[: len(whole) // 2])
-        refusal(job.command("damaged", "steps=3", TP2, processes=2), f"error: {newest} can't be loaded: ")
-        file.write_bytes(whole)
-    newest.rename(run / "aside")
-    job.train("damaged", "steps=3", TP2, processes=2)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(job: Job) -> None:
+    run = job.train("damaged", "steps=2", "checkpoint.every=1", TP2, processes=2)
+    before, newest = run / "checkpoints/step_000001", run / "checkpoints/step_000002"
+    file = next(newest.glob("*.distcp"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:999] + bytes([whole[999] ^ 1]) + whole[1000:])
+    process = start(job.command("damaged", "steps=3", "checkpoint.every=3", TP2, processes=2))
+    out, error = process.communicate(timeout=240)
+    assert process.returncode == 0, error[-3000:]
+    assert f"warning: {newest} is damaged and not used: {file} has other bytes than were written" in out
+    assert f"going on after step 1, from {before}" in out
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [1, 2, 3]
+
+    for checkpoint in (run / "checkpoints").glob("step_*"):
+        (checkpoint / ".metadata").unlink()
+    refusal(job.command("damaged", "steps=4", TP2, processes=2), f"error: {run}/checkpoints: no checkpoint is whole: ")
 
 
 def test_a_full_disk_stops_the_run_and_leaves_the_checkpoint_before(job: Job) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_rl.errors import UserError
-from megatron_rl.training.checkpoint import RunState, latest_checkpoint, read_run_state, unchangeable
 from megatron_rl.training.optimizer import learning_rate, set_rates
 from megatron_rl.training.options import TrainerConfig
+from megatron_rl.training.run_state import RunState, latest_checkpoint, read_run_state, unchangeable
 from megatron_rl.training.setup import check_layout
 from tests.tiny import SHAPE, run_config
 
@@ -118,10 +118,6 @@ def test_a_run_goes_on_from_its_state(tmp_path: Path) -> None:
         (
             unchangeable(run_config(trainer={"dtype": "float32"}), SHAPE, "f" * 64),
             r"^trainer\.dtype: .* bfloat16 \(now float32\)",
-        ),
-        (
-            unchangeable(run_config(trainer={"distributed_optimizer": False}), SHAPE, "f" * 64),
-            r"^trainer\.distributed_optimizer: .* True \(now False\)",
         ),
     ],
 )
