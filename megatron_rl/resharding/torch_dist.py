@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import zipfile
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -194,6 +195,7 @@ class ChunkReader:
             self._places = dict(found.storage_data)
         except Exception as error:  # a damaged pickle may raise anything
             raise UserError(f"{directory / '.metadata'}: {type(error).__name__}: {error}") from None
+        self._by_row: dict[str, _ByRow] = {}
         self._mapped: dict[str, mmap.mmap] = {}
         self.blob = lru_cache(maxsize=4)(self._blob)
 
@@ -240,7 +242,9 @@ class ChunkReader:
     ) -> Iterator[tuple[Chunk, list[slice], list[slice]]]:
         """The chunks that hold parts of a rectangle; where the part is in the rectangle, and in the chunk."""
         found = self.tensors[key]
-        for stored in found.chunks:
+        if key not in self._by_row:
+            self._by_row[key] = _ByRow(found.chunks)
+        for stored in self._by_row[key].near(offset, size):
             here, there = [], []
             for start, length, begin, extent in zip(offset, size, stored.offsets, stored.sizes, strict=True):
                 low, high = max(start, begin), min(start + length, begin + extent)
@@ -258,6 +262,8 @@ class ChunkReader:
 
     def place(self, chunk: Chunk) -> tuple[Path, int]:
         """The file that holds the data of a chunk, and at which byte they begin: row by row, nothing between."""
+        if chunk.index not in self._places:
+            raise UserError(f"{self.directory / '.metadata'}: does not say where {chunk.key} at {chunk.offset} is")
         where = self._places[chunk.index]
         path = self.directory / where.relative_path
         try:
@@ -275,6 +281,26 @@ class ChunkReader:
         if at + chunk.bytes > len(self._mapped[path.name]):
             raise UserError(f"{path}: shorter than it should be; the file is damaged")
         return torch.frombuffer(self._mapped[path.name], dtype=torch.uint8, count=chunk.bytes, offset=at)
+
+
+class _ByRow:
+    """The chunks of a tensor in order of their first coordinate: a large model has thousands, and few are wanted."""
+
+    def __init__(self, chunks: Sequence[ChunkStorageMetadata]) -> None:
+        self._sorted = sorted(chunks, key=_first)
+        self._starts = [_first(chunk) for chunk in self._sorted]
+        self._longest = max((chunk.sizes[0] for chunk in chunks if chunk.sizes), default=0)
+
+    def near(self, offset: Sequence[int], size: Sequence[int]) -> Sequence[ChunkStorageMetadata]:
+        """Those that may hold something of a rectangle."""
+        if not offset:
+            return self._sorted
+        low = bisect_left(self._starts, offset[0] - self._longest + 1)
+        return self._sorted[low : bisect_left(self._starts, offset[0] + size[0])]
+
+
+def _first(chunk: ChunkStorageMetadata) -> int:
+    return chunk.offsets[0] if chunk.offsets else 0
 
 
 class _Part:
