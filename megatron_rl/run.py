@@ -95,6 +95,7 @@ class Run:
         self.saver = Saver(config, self.groups.everyone, self.groups.store, self.progress.say, self._sync_files)
         self.evaluated: int | None = None
         self._figures: dict[str, float] = {}
+        self._told = -1  # the version whose parity stands in the row of an evaluation
         self._budget = TimeBudget(config.stop.after)
         self._saved_step = 0
         with ExitStack() as started:
@@ -289,7 +290,7 @@ class Run:
 
     def log_evaluation(self, metrics: MeanMetrics) -> None:
         """Write down an evaluation of the current weights."""
-        self.evaluated = self.step
+        self.evaluated, self._told = self.step, self.parity.version
         metrics.add("seconds/evaluation", sum(self.phases.take_seconds().values()))
         self._add_memory_figures(metrics)
         if self.writer:
@@ -332,7 +333,8 @@ class Run:
             fixed=self.fixed,
             layout=layout_of(self.config, setup.world_size()),
             evaluated=self.evaluated,
-            parity=self.parity.state(),
+            # Engines that keep their weights through this save are not compared again; others are.
+            parity=self.parity.state(self._told if self.phases.separate else -1),
             figures=self._figures,
         )
         left, random_numbers = self.collector.everything_left, random_state()

@@ -208,9 +208,9 @@ class Parity:
         self._expected: Scores | None = None
         self._before: tuple[Scores, Scores] | None = None
 
-    def state(self) -> dict[str, Any]:
-        """For checkpoints: what is usual, and the update whose figures stand in a row already (−1: none)."""
-        return {"alarms": self.alarms.state(), "told": -1 if self._expected is not None else self.version}
+    def state(self, told: int) -> dict[str, Any]:
+        """For checkpoints: what is usual, and the update whose figures stand in a row and come no more (−1: none)."""
+        return {"alarms": self.alarms.state(), "told": told}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`: engines get the same weights once more, which is checked, but no row says it again."""
