@@ -11,7 +11,7 @@ import torch
 
 from checkpoints_tools.hf_to_megatron import BLOCK_BYTES
 from checkpoints_tools.progress import progress
-from checkpoints_tools.source import dtype_of, find_source
+from checkpoints_tools.source import dtype_of, find_source, refuse_unknown
 from checkpoints_tools.target import new_directory
 from megatron_rl.errors import UserError
 from megatron_rl.resharding.hf_files import carry, plan_of
@@ -41,6 +41,7 @@ def megatron_to_hf(
         raise UserError(f"{source}: is in Hugging Face's format already")
     with found.open() as reader:
         assert isinstance(reader, MegatronReader)
+        refuse_unknown(found, reader)
         dtype = dtype_of(found, reader, dtype)
         planned = plan_of(found.spec.shape, dtype)
         total = sum(torch.Size(size).numel() for size, _ in planned.values()) * dtype.itemsize

@@ -58,7 +58,10 @@ def find_source(directory: Path) -> Source:
         return Source(directory, "Hugging Face", directory, read_model_spec(directory))
     if not (directory / NAME).exists():
         return Source(directory, "Megatron", directory, read_model_spec(directory))
-    fault = first_fault(directory)
+    try:
+        fault = first_fault(directory)
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}") from None
     if fault:
         raise UserError(f"{directory} is damaged: {fault}")
     beside = _model_of_run(directory)

@@ -27,7 +27,7 @@ def new_directory(target: Path) -> Iterator[Path]:
         UserError: `target` is there already, another process is making it, or something can't be written; then nothing
             is left of it.
     """
-    partial = target.with_name(target.name + ".partial")
+    partial = target.with_name(f".{target.name}.converting")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserError(f"{target}: is there already; remove it or choose another name")
     handle = -1

@@ -109,8 +109,7 @@ class Run:
         seconds = time.perf_counter() - begun
         self.progress.say(f"{setup.world_size()} ranks on {cpu.device().type}, started in {seconds:.1f}s")
         self.progress.say(str(choose(config.trainer)))
-        if config.checkpoint.every:
-            self._say_what_checkpoints_take()
+        self._say_what_checkpoints_take()
 
     def _say_what_checkpoints_take(self) -> None:
         of_each = 14 if self.config.trainer.dtype == "bfloat16" else 12  # fp32 weights and moments; bf16 weights beside
@@ -301,7 +300,7 @@ class Run:
     def _note(self, metrics: Mapping[str, float]) -> None:
         """Keep the figure by which the best checkpoint is told, on rank 0, for that of the current step."""
         name = self.config.checkpoint.keep_best
-        if name and name in metrics:
+        if name and math.isfinite(metrics.get(name, math.nan)):
             self._figures = {name: metrics[name]}
 
     def _add_memory_figures(self, metrics: MeanMetrics) -> None:

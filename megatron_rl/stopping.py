@@ -47,7 +47,7 @@ class StopWish:
 
 
 class TimeBudget:
-    """Says when there is no time left for another step and for saving it."""
+    """Says when there is no time left for another step and for saving it. One step is always made."""
 
     STEPS = 10
 
@@ -79,6 +79,8 @@ class TimeBudget:
         if self.after_s is None:
             return None
         gone, step = now - self._begun, max(self._steps, default=0.0)
+        if not self._steps:  # a budget that start-up uses up would be started again for ever, and never get on
+            return None
         if gone + step + saving_s <= self.after_s:
             return None
         taken = f"a step takes up to {step:.0f} s, saving {saving_s:.0f} s"
@@ -86,9 +88,14 @@ class TimeBudget:
 
 
 def take_stop_file(run_dir: Path) -> bool:
-    """Whether somebody has put the stop file there; it is removed, so that the next start goes on."""
+    """Whether somebody has put the stop file there; it is removed, so that the next start goes on.
+
+    One that may not be removed stops the run too, and the next one. A file system that is away for a moment does not.
+    """
     try:
         (run_dir / STOP_FILE).unlink()
-    except FileNotFoundError:
+    except PermissionError:
+        return True
+    except OSError:
         return False
     return True

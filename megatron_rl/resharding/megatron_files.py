@@ -92,8 +92,11 @@ class MegatronReader:
                 f"{self.directory}: tensor {home.key} has shape {found}, config.json makes it {(*front, rows, *rest)}"
             )
 
-    unknown: tuple[str, ...] = ()
-    """Tensors that the model doesn't have: beside the weights an optimizer's state may lie here."""
+    @property
+    def unknown(self) -> list[str]:
+        """Tensors that the model doesn't have; beside the weights an optimizer's state may lie here."""
+        known = {home.key for home, _ in self._homes.values()}
+        return sorted(key for key in self.chunks.tensors if key not in known and not key.startswith("optimizer."))
 
     def dtype(self, name: str) -> torch.dtype:
         """Of an HF tensor."""

@@ -77,4 +77,8 @@ def load_checkpoint(directory: Path, trainer: Trainer, state: RunState) -> None:
     Raises:
         UserError: it does not hold all of them.
     """
-    sharded_state.load(trainer, ChunkReader(directory), state.updates)
+    reader = ChunkReader(directory)
+    try:
+        sharded_state.load(trainer, reader, state.updates)
+    finally:  # a mapped file that retention removes would keep its space
+        reader.close()

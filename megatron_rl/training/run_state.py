@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -73,10 +74,17 @@ def checkpoints_dir(config: Config) -> Path:
 
 
 def complete(directory: Path) -> list[Path]:
-    """Checkpoints that have their final name, oldest first; whatever else lies there is not ours."""
-    return sorted(
-        (path for path in directory.glob("step_*") if path.name[5:].isdecimal()), key=lambda path: step_of(path)
-    )
+    """Checkpoints that have their final name, oldest first; whatever else lies there is not ours.
+
+    Raises:
+        OSError: the directory is there and can't be read: nobody must take that for an empty one.
+    """
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    ours = (name for name in names if name.startswith("step_") and name[5:].isdecimal())
+    return sorted((directory / name for name in ours), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:

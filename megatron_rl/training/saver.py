@@ -88,6 +88,7 @@ class Saver:
         """
         self.wait()
         partial = checkpoints_dir(self.config) / f"{PARTIAL}step_{snapshot.state.step:06d}"
+        begun = time.monotonic()
         name = from_leader(lambda: _make_empty(partial), self.everyone, "checkpoint")
         writing = _Writing(
             config=self.config,
@@ -98,6 +99,7 @@ class Saver:
             rank=dist.get_rank(self.everyone),
             before_commit=self._before_commit,
         )
+        writing.begun = begun
         writing.thread.start()
         self._writing = writing
 
@@ -314,9 +316,11 @@ class _Writing:
         write_manifest(self.partial, files | self._fingerprints(own))
         self._before_commit()
         sync(self.partial)
-        if self.target.exists():  # damaged, or the run had not gone on from before it
-            shutil.rmtree(self.target)
+        leaving = self.target.with_name(f"{PARTIAL}replaced_{self.target.name}")
+        if self.target.exists():  # it was damaged, or the run would have gone on from it
+            self.target.rename(leaving)
         self.partial.rename(self.target)
         sync(self.target.parent)
+        shutil.rmtree(leaving, ignore_errors=True)
         remove_outdated(self.target.parent, self.config.checkpoint, state.step, warn)
         return ""

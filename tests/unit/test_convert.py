@@ -202,7 +202,7 @@ def test_bad_input_is_one_line_that_names_it_and_nothing_is_left(what: str, sour
         hf_to_megatron(directory, tmp_path / "out")
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert not list(tmp_path.glob("out*"))
+    assert not list(tmp_path.glob("*out*"))
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "config.json"])
@@ -214,7 +214,7 @@ def test_a_damaged_megatron_directory_is_named(name: str, source: Path, tmp_path
     (tmp_path / "megatron" / name).unlink()
     with pytest.raises(UserError, match=name.replace(".", r"\.")):
         megatron_to_hf(tmp_path / "megatron", tmp_path / "out")
-    assert not list(tmp_path.glob("out*"))
+    assert not list(tmp_path.glob("*out*"))
 
 
 def test_a_megatron_directory_of_another_model_is_named(source: Path, tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_read_only_sources_are_no_hindrance(source: Path, tmp_path: Path) -> Non
 
 
 def test_a_place_that_cannot_be_written_is_named(source: Path) -> None:
-    with pytest.raises(UserError, match=r"^/proc/out could not be written: /proc/out\.partial"):
+    with pytest.raises(UserError, match=r"^/proc/out could not be written: /proc/\.out\.converting"):
         hf_to_megatron(source, Path("/proc/out"))
 
 
@@ -260,7 +260,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(way: str, source: Path, tmp_
     assert [line for line in done.stderr.splitlines() if "error" in line] == [
         f"error: {tmp_path}/out could not be written: File too large"
     ]
-    assert not list(tmp_path.glob("out*"))
+    assert not list(tmp_path.glob("*out*"))
 
 
 SLOW = """import sys, time
@@ -278,18 +278,18 @@ def test_a_killed_conversion_leaves_no_target_and_another_one_works(source: Path
     command = [sys.executable, "-c", SLOW, str(source), str(tmp_path / "out")]
     process = subprocess.Popen(command)
     deadline = time.monotonic() + 60
-    while not list((tmp_path / "out.partial").glob("*.distcp")):
+    while not list((tmp_path / ".out.converting").glob("*.distcp")):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     with pytest.raises(UserError, match="another process is writing it"):
         hf_to_megatron(source, tmp_path / "out")
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert (tmp_path / "out.partial").exists()
+    assert (tmp_path / ".out.converting").exists()
     assert not (tmp_path / "out").exists()
     hf_to_megatron(source, tmp_path / "out")
     assert list(differences(source, tmp_path / "out")) == []
-    assert not (tmp_path / "out.partial").exists()
+    assert not (tmp_path / ".out.converting").exists()
 
 
 def test_the_commands_are_there_under_both_names(source: Path, tmp_path: Path) -> None:
